@@ -2,10 +2,10 @@
 
 ``dt-network audit``, ``rewind`` and ``recover``.
 
-An audit needs only the bucket: as its founder, by the keys of that machine; as a member, by
-the registry; or from a copy of its files. A rewind is one more outer step, signed by the master,
-whose weights are those of an earlier one. Nothing that was published is taken back. A recovery does
-the same for a bucket that lost what members have seen, and begins the chain again.
+An audit needs only the bucket. Its founder reads it with the keys of that machine, a member by the
+registry, and anybody from a copy of its files. A rewind is one more outer step, signed by the
+master, with the weights of an earlier outer step. Nothing that was published is taken back. A
+recovery does the same for a bucket that lost what members have seen, and begins the chain again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from distributed_training.store.errors import IntegrityError
 from distributed_training.store.folder import FolderStore
 from distributed_training.training.model import parameter_schema
 from distributed_training.validator import replay
-from distributed_training.validator.global_state import GlobalStateError
+from distributed_training.validator.global_state import GlobalStateError, network_model
 from distributed_training.validator.merge import OuterState, Rule
 from distributed_training.validator.outer_steps import OuterSteps, next_state
 from distributed_training.validator.replay import ChainBroken, ManifestChain, read_set, write_set
@@ -227,7 +227,8 @@ def go_back(
     ``config``: the model's. Where uploads are not kept any more, momentum and residual begin again.
     Raises ChainBroken, GlobalStateError, StoreError.
     """
-    steps.restore(deep=True, older=True)  # by this machine's copy, since the chain is read there
+    # The chain is read from the bucket, so repair that by this machine's copy first.
+    steps.restore(deep=True, older=True)
     head, before = steps.head, steps.state or chain.state()
     try:
         values = chain.replay(before, to)
@@ -293,7 +294,9 @@ def begin_again(
             signed.append(steps.manifest(step) or chain.manifest(step))
     with suppress(ChainBroken):
         signed.append(chain.state())
-    found = chain.newest(step for step, name in outer if name == keys.MODEL)
+    found: tuple[Manifest, OuterState] | None = None
+    with suppress(ChainBroken):
+        found = chain.newest(step for step, name in outer if name == keys.MODEL)
     for step in sorted(own, reverse=True):
         if found is not None and step <= found[0].outer_step:
             break
@@ -345,7 +348,7 @@ def _publish_again(
 ) -> Manifest:
     """Publish ``values``, of the outer step of ``target``, as another one; return its manifest."""
     folder = steps.place(changes["outer_step"])
-    # A round that was merged and never published has left its scores here, which would count now.
+    # A round that was merged but never published has left its scores here, and they would count.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     files = write_set(folder, chain.schema, values, config_bytes(config))
@@ -364,7 +367,7 @@ def _publish_again(
         rewound_to=target.outer_step,
         **changes,
     )
-    steps.publish(steps.sign_step(manifest))
+    steps.publish(manifest, manifest.to_bytes(steps.sign))
     return manifest
 
 
@@ -372,17 +375,6 @@ def _founders(folder: Path) -> Config:
     """Return the configuration of the validator of a founder's folder. Raises ConfigError."""
     plan = FounderPlan.of(folder)
     return load_config("validator", plan.words["validator"], environ=plan.environ, check=False)
-
-
-def network_model(config: Config) -> Mapping[str, Any]:
-    """Return the model's configuration in the network's file. Raises ConfigError."""
-    network = config.network
-    if network.model is None:
-        raise ConfigError(
-            "the network's file does not say its model, so nothing could be computed again: give "
-            "the file that its founder signed"
-        )
-    return network.model
 
 
 def _open(config: Config, store: ObjectStore, folder: Path) -> ManifestChain:

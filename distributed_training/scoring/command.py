@@ -10,7 +10,7 @@
     --uid N...         whose upload (default: of the hotkey that the wallet flags name)
     --all              every member's
     --watch [SECONDS]  look again and again (every 300)
-    --json             one JSON object a look
+    --json             one JSON object per look
     --subnet FOLDER    the local subnet whose run folder this is
 
 The verdicts are those of the newest outer step's manifest. Nothing is judged again.
@@ -43,7 +43,8 @@ def run() -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    # Two parsers: what this one does not know is a flag of the validator, or refused by its loader.
+    # This parser leaves the flags that it does not know to the validator's loader, which reads or
+    # refuses them.
     options, flags = build_parser().parse_known_args(argv)
     if options.help:
         print(__doc__ or NO_HELP)
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
             check=False,
         )
         require(**extras_of_network(config))
-        # Imported once the flags are right, since it is heavy.
+        # Import it after the flags were read, because that takes seconds.
         from distributed_training.scoring import verdicts
 
         return verdicts.show(config, options)
@@ -80,7 +81,7 @@ def subnet_flags(folder: Path | None) -> list[str]:
     if folder is None:
         return []
     state = read_json_object(folder / "localnet.json") or {}
-    # The file outlives a killed subnet, whose ports may belong to another program now.
+    # The file stays after a kill of the subnet, whose ports may belong to another program by now.
     runs = isinstance(state.get("pid"), int) and psutil.pid_exists(state["pid"])
     if not (runs and state.get("chain") and state.get("store")):
         raise ConfigError(

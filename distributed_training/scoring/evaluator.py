@@ -178,7 +178,7 @@ class PageReader:
                 count=JUDGED_PAGES,
                 num_rows=self.source.num_rows(),
             ):
-                # A slow server gets two minutes per page, and a validator cannot lead a round
+                # A slow server gets two minutes per page, and the validator cannot end a round
                 # before the text is there.
                 if time.monotonic() >= deadline:
                     took = f"its pages take longer than {self.patience.total_seconds():g} s"
@@ -263,7 +263,7 @@ class EvaluationModel:
         fixed = schema_of(model, frozen=True)
         self.device = device
         self._vocabulary = int(model_config["vocab_size"])
-        # Switch gradients off, since torch refuses to change weights in place that record them.
+        # Switch gradients off, because torch refuses to change weights in place that record them.
         self._model = model.to(device).eval().requires_grad_(False)
         self._loss = ModelWithLoss(kind, self._model)
         self._parameters = dict(self._model.named_parameters())
@@ -308,8 +308,8 @@ class EvaluationModel:
         """
         if sequences.shape[0] == 0:
             raise ValueError("there is no sequence to evaluate")
-        # Refuse it here: the embedding would end the program, and on a GPU all that the process
-        # does there.
+        # Refuse it here, because the embedding would raise an error that no later call on a GPU
+        # survives.
         if (most := int(sequences.max())) >= self._vocabulary:
             raise ConfigError(
                 f"the text holds token {most} and the model has {self._vocabulary} words, so its "
@@ -318,7 +318,7 @@ class EvaluationModel:
             )
         found = []
         for batch in sequences.split(1):  # each is an observation of what an upload does
-            # A judgement takes minutes, and a stop must not wait for the whole of it.
+            # A judgement takes minutes, and a stop must not wait for its end.
             if self._stop.is_set():
                 raise StopNow
             with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
@@ -543,32 +543,32 @@ class Evaluator:
                     block, text = self._text(uid, own_blocks)
                     blocks.append((block,))
                     texts.append(text)
-            # Load the weights after the text, since without a text nothing can be judged. Load them
-            # again for each upload, since the upload before is still subtracted.
+            # Load the weights after the text, because nothing can be judged without a text. Load
+            # them again for each upload, because the upload before is still subtracted.
             self.model.load(judged.weights)
             before = [self.model.losses(text) for text in texts]
         except (DataUnavailable, torch.AcceleratorError):
             raise
         except ConfigError as error:
-            # A few tokenizers have words beyond their model's vocabulary. That costs one text, not
-            # the scores.
+            # A few tokenizers have words beyond their model's vocabulary. Such a word costs one
+            # text, not the scores.
             raise DataUnavailable(str(error)) from None
-        # A fault of the rows or of this machine, before the upload was looked at.
+        # The rows or this machine have a fault: the upload was not read until here.
         except Exception as error:
             raise DataUnavailable(f"its text cannot be measured: {in_a_line(error)}") from error
-        # Scores follow from both losses, and one that is not finite would end the pass of all
-        # members.
+        # Scores follow from both losses, and a loss that is not finite would cost all members
+        # their scores.
         if not all(math.isfinite(loss) for losses in before for loss in losses):
             raise DataUnavailable("the loss before it is not finite")
         try:
-            # Decode one at a time, since together they are as large as the model.
+            # Decode one parameter at a time, because together they are as large as the model.
             for name, shape in self.model.schema:
                 factor = judged.learning_rate * APPLIED_FRACTION
                 self.model.subtract(name, file.decode(name, shape), factor)
             after = [self.model.losses(text) for text in texts]
         except torch.AcceleratorError:
             raise
-        except Exception as error:  # it went well without the upload and fails with it
+        except Exception as error:  # without the upload the same computation succeeded
             if of_this_machine(error):
                 raise DataUnavailable(f"it cannot be applied here: {in_a_line(error)}") from error
             why = f"it cannot be applied: {in_a_line(error)}"

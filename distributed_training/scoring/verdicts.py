@@ -1,8 +1,8 @@
 """Read what the validator of a store network has signed: verdicts on uploads, and whole weights.
 
-A manifest says of each upload of its close whether it was merged, and why not. So nobody needs to
-judge one again: ``dt-score`` shows the verdict that counts, and ``dt-export`` the newest weights
-that are whole. The bucket is believed in nothing else than these signatures.
+A manifest says of each upload of its close whether it was merged, and if not, why. So nobody needs
+to judge an upload again: ``dt-score`` shows the verdict that counts, and ``dt-export`` the newest
+whole weights. Of the bucket, both trust only what the network's master has signed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def open_bucket(config: Config, stack: ExitStack) -> ObjectStore:
     """
     name = config.store.global_model_name
     has_key = config.kind == "validator" and config.store.write_access_key_id is not None
-    if has_key or config.in_folder:  # the embedded store is a folder of the founder's
+    if has_key or config.in_folder:  # an embedded store is a folder on the founder's machine
         own = open_own(config.store, name)
         stack.callback(own.close)
         try:
@@ -73,7 +73,7 @@ class SignedChain:
         by = Master(config.swarm.run_id, config.miner.master_ss58_address, verify_signature)
         self._reader = reader
         self._copy = ChainCopy(reader, folder / "chain", by)
-        # Read a network that nobody leads any more too, so do not compare its time.
+        # Do not compare the time, because a network that nobody leads any more is read too.
         self.state: State = self._copy.state(reader.head(keys.STATE), 0.0)
 
     def head(self) -> Manifest:
@@ -165,10 +165,10 @@ def lines_of(chain: SignedChain, rows: Sequence[Mapping[str, Any]]) -> Iterator[
         if row["verdict"] == "merged":
             clipped = "" if row["factor"] == 1.0 else f", clipped to {row['factor']:.2f} of it"
             score = "" if row["score"] is None else f", score {row['score']:.3f}"
-            found = f"merged: {row['improvement']:+.4f} nats a token{clipped}{score}"
+            found = f"merged: {row['improvement']:+.4f} nats per token{clipped}{score}"
         elif row["verdict"] == "carried":
             found = (
-                f"carried over: {row['improvement']:+.4f} nats a token is less than others gain, "
+                f"carried over: {row['improvement']:+.4f} nats per token is less than others gain, "
                 "or than chance may give, so its member sends that movement again"
             )
         else:

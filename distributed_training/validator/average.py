@@ -1,9 +1,9 @@
 """Take part in the members' all-reduce, and let the update follow from its average if it is sound.
 
-The validator's peer sends zeros with nearly no weight and reduces nothing, but it gets the average
-of all others. That average is used only where nothing speaks against it; else the update is the
-merge of the accepted uploads, as in a store network. The manifest says which of them it was, why,
-who took part, and by how much the two differ.
+The validator's peer sends zeros with nearly no weight and reduces nothing, but it receives the
+average of all others. The update follows from that average if it passes all checks; otherwise it
+is the merge of the accepted uploads, as in a store network. The manifest says which of the two it
+is and why, who took part, and by how much the two differ.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class AveragingValidator(StoreValidator):
         except NoAllReduce as error:
             why = printable(str(error), 300)
             self._averaging = replace(self._averaging, source="merge", why=why)
-            # Nothing of a first close has failed.
+            # At the first close nobody averages, so nothing has failed.
             text = lines.all_reduce_failed(2) if self._order else "No average"
             level = logging.WARNING if self._order else logging.INFO
             log.log(level, "%s: %s. The outer step is the merge of the uploads", text, error)
@@ -156,12 +156,12 @@ class AveragingValidator(StoreValidator):
             average = Average(Path(order.average), self.state.schema)
         except (ValueError, OSError) as error:
             raise NoAllReduce(str(error)) from None
-        # Where one was not fetched there is nothing to compare with.
+        # Where an upload of a participant was not fetched, there is nothing to compare with.
         found = [close.accepted[uid] for uid in uids] if {*took_part} <= {*uids} else []
         chosen = [(one.file, clip_factor(one.norm, order.longest)) for one in found]
         norm = self._compare(chosen, average, owners)
         difference, suspects = self._averaging.difference, self._averaging.suspects
-        if not norm <= order.longest:  # "not below", for NaN
+        if not norm <= order.longest:  # NaN is refused too
             raise NoAllReduce(
                 f"its norm is {norm:.3g}, that of an upload usually {order.usual:.3g}"
             )
@@ -182,7 +182,7 @@ class AveragingValidator(StoreValidator):
     def _compare(
         self, chosen: Sequence[tuple[Values, float]], average: Average, owners: Sequence[Any]
     ) -> float:
-        """Return the norm of the average; note where it is not the mean of ``chosen``.
+        """Return the norm of the average, and note where it differs from the mean of ``chosen``.
 
         ``chosen``: uploads and the factors that clip them; empty: nothing to compare with.
         ``owners``: of the values, in their order: the uid that reduced them, and their count.
@@ -229,7 +229,7 @@ class AveragingValidator(StoreValidator):
     def _participants(self, close: Intake) -> frozenset[int]:
         if self._averaging.source == "merge":
             return super()._participants(close)
-        # This includes participants whose uploads nobody looked at.
+        # Some participants' uploads were not fetched.
         for uid in self._averaging.participants:
             if uid not in close.came and uid in self.standings.entries:
                 at = close.state.closes_at

@@ -1,8 +1,8 @@
 """Fetch, judge and merge the uploads of a close, and wait for nobody without an end.
 
-Each is fetched as it comes and judged once; one that is merged clipped is judged again in that
-form. An upload that the store does not deliver, or that does not fit on this disk, delays nobody
-once the grace is over: it is not judged, which costs its member nothing.
+Each upload is fetched when it comes and judged once; an upload that is clipped for the merge is
+judged again in that form. An upload that the store does not deliver, or that does not fit on this
+disk, delays nobody once the grace is over: it is not judged, which costs its member nothing.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from torch import Tensor
 
 from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.common.backoff import Backoff
+from distributed_training.common.files import sha256_of
 from distributed_training.config import Config
 from distributed_training.data.held_out import mean_loss
 from distributed_training.node.identity import Member
 from distributed_training.node.start import StopNow
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Merged, Refused, State
+from distributed_training.protocol.network_report import printable
 from distributed_training.protocol.types import UPDATE_CODEC
 from distributed_training.protocol.update_file import Header, UpdateLayout, largest_file
 from distributed_training.scoring.evaluator import (
@@ -59,8 +61,6 @@ from distributed_training.validator.judging import (
     KnownSamples,
     RefusedUploadError,
     UploadJudge,
-    digest_file,
-    refusal,
 )
 from distributed_training.validator.merge import (
     OuterState,
@@ -80,11 +80,12 @@ log = logging.getLogger(__name__)
 
 LOOK = 2.0  # seconds between two looks at the store
 _SILENT = 60.0  # seconds without an answer after which a store counts as silent, at least
-_MOST_NAMED = 3  # uploads of a close that a warning names: a source that is away concerns all
+_MOST_NAMED = 3  # uploads of a close that warnings name, since a source may be away for all
 _ALL_AWAITED = 8  # at each eighth close all members are expected
-_TURN = 30.0  # seconds of judging between two looks: the state is renewed in between
-_MOST_TEXTS = 8  # random texts, each of which takes as long to judge as the first
+_TURN = 30.0  # seconds of judging between two looks, at which the state is renewed
+_MOST_TEXTS = 8  # random texts of a close; judging takes as long for each of them
 _CLIPPED_AGAIN = 3  # times
+_LONGEST_REASON = 300  # characters of why an upload is refused, in its manifest
 _MOST_STEPS_OF_A_SECOND = 1.0  # inner steps: more than any network takes
 
 
@@ -169,6 +170,7 @@ class CloseJudge:
         self._patience = max(_SILENT, self._grace)  # seconds that one upload has to come
         self._seed = self.config.validator.seed or secrets.randbits(62)
         self._texts = 1  # random texts on which a close is judged
+        self._look = LOOK  # seconds that a look waits for answers
 
     def mean(self, losses: Mapping[str, float]) -> float:
         """Return the judged loss, of those on each domain."""
@@ -202,15 +204,15 @@ class CloseJudge:
         came = close.fetching.run(
             lambda u: self._fetch(close, new[u], by_uid[u], most),
             wanted,
-            within=LOOK,
+            within=self._look,
             patience=self._patience,
             **({"at_once": 1} if close.cramped else {}),
             stop=self.stop,
         )
         for uid, found in came.items():
             if isinstance(found, ObjectInfo):
-                # The owner may have replaced it since the look, by a copy of an upload that came
-                # later.
+                # Since the look, its owner may have replaced it by a copy of an upload that came
+                # meanwhile.
                 close.came[uid] = found.modified
                 if uid in by_uid and not self._refuse_late(close, by_uid[uid], found):
                     why = "its turn to be judged did not come in half a period"
@@ -275,7 +277,7 @@ class CloseJudge:
         )
 
     def _most_trusted(self, close: Intake, now: float, uids: Collection[int]) -> list[int]:
-        """Return those whose turn it is, the least trusted last: there may be no time for it."""
+        """Return the uids whose turn it is, the least trusted last, who may find no time left."""
         due = [u for u in uids if u not in close.waiting or close.waiting[u].again <= now]
         return sorted(due, key=lambda uid: (-self.standings.entries[uid].published, uid))
 
@@ -318,7 +320,7 @@ class CloseJudge:
             return None
 
         looking = close.looking if now < close.ends else close.looking_last
-        found = looking.run(find, [*by_uid], within=LOOK, patience=_SILENT, stop=self.stop)
+        found = looking.run(find, [*by_uid], within=self._look, patience=_SILENT, stop=self.stop)
         return [info for info in found.values() if isinstance(info, ObjectInfo)]
 
     def _reader(self, miner: Neuron) -> BucketReader:
@@ -326,7 +328,7 @@ class CloseJudge:
         return self.steps.reader if self.of_member is None else self.of_member(miner)
 
     def _upload_path(self, close: Intake, uid: int) -> Path:
-        # A fetch of an earlier close may still write, though nobody waits for it.
+        # A fetch for an earlier close may still write here, although nobody waits for it.
         folder = f"{close.state.outer_step}.{close.state.serial}"
         return self._uploads / folder / f"{uid}.safetensors"
 
@@ -345,7 +347,8 @@ class CloseJudge:
     def _refuse(
         self, close: Intake, uid: int, hotkey: str, digest: str, cause: str, reason: str
     ) -> None:
-        close.refused[uid] = refusal(uid, hotkey, digest, cause, reason)
+        shown = printable(reason, _LONGEST_REASON)
+        close.refused[uid] = Refused(uid, hotkey, digest, cause, shown)
         close.waiting.pop(uid, None)
         with suppress(OSError):  # others may need its room
             self._upload_path(close, uid).unlink()
@@ -405,14 +408,14 @@ class CloseJudge:
                 longest=longest_norm([], self.steps.history),
             )
         except RefusedUploadError as error:
-            self._refuse(close, uid, hotkey, digest_file(path), error.cause, str(error))
+            self._refuse(close, uid, hotkey, sha256_of(path), error.cause, str(error))
             return
         except (StopNow, OSError, torch.AcceleratorError):
             raise
         except Exception as error:  # noqa: BLE001 - foreign bytes: they cost only their owner
             if not isinstance(error, DataUnavailable) and not of_this_machine(error):
                 why = in_a_line(error)
-                self._refuse(close, uid, hotkey, digest_file(path), "damaged", why)
+                self._refuse(close, uid, hotkey, sha256_of(path), "damaged", why)
                 return
             self._lack(close, uid, str(error), now)
             return
@@ -451,10 +454,9 @@ class CloseJudge:
                 break
             for one, factor in other:
                 try:
-                    again = self.judge.judge_clipped(
-                        one, self._judged(close), factor, close.random_blocks
+                    close.accepted[one.uid] = self.judge.measure(
+                        replace(one, factor=factor), self._judged(close), close.random_blocks
                     )
-                    close.accepted[one.uid] = again
                 except RefusedUploadError as error:
                     self._blame(close, one.uid, error.cause, f"clipped to {factor:.3g}: {error}")
                 except DataUnavailable as error:
@@ -470,7 +472,7 @@ class CloseJudge:
         if 2 * sum(helpful(found)) < len(found):
             self._texts = min(2 * self._texts, _MOST_TEXTS)
         elif 2 * sum(one.gain > 2 * one.chance for one in found) >= len(found):
-            self._texts = max(self._texts // 2, 1)  # half as much tells enough, too
+            self._texts = max(self._texts // 2, 1)  # half of the text tells enough
 
     # --- the update ---------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Wait for stores and the chain, none of which can keep the validator waiting."""
+"""Ask stores and the chain, each in a thread, so that none of them keeps the validator waiting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def begun(task: Callable[[], _Result]) -> Future[_Result]:
     def work() -> None:
         try:
             done.set_result(task())
-        except BaseException as error:  # noqa: BLE001 - whatever it is, whoever waits gets it
+        except BaseException as error:  # noqa: BLE001 - the caller that waits raises it
             done.set_exception(error)
 
     # Use no pool, since Python waits for a pool's threads before it ends.

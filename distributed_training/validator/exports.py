@@ -1,9 +1,9 @@
 """Write the model of every n-th outer step to a folder, and run the founder's command on it.
 
-Both run during the rounds, in processes of their own at a low priority: ``dt-export`` writes the
-folder from the run folder's copy of the state, then the command gets folder and outer step as its
-last arguments. What it prints last, a number or a JSON object of numbers, is its result. Whatever
-fails or hangs there costs a line, and is ended with all that it started.
+Both run during the rounds, in processes of their own with a low priority. ``dt-export`` writes the
+folder from the run folder's copy of the state; then the command gets the folder and the outer step
+as its last arguments. The last line that it prints, a number or a JSON object of numbers, is its
+result. A command that fails or hangs costs a log line, and ends with all processes that it started.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Exports:
             shutil.rmtree(path)
         for left in self._folder.glob(".export-*"):  # left by exports that were killed
             shutil.rmtree(left, ignore_errors=True)
-        # An export of a step that was taken again after a restart.
+        # After a restart an outer step may be published, and exported, a second time.
         shutil.rmtree(target, ignore_errors=True)
         needed = 4 * sum(tensor.numel() for tensor in state.weights) + _RESERVE
         if (free := free_bytes(self._folder)) is not None and free < needed:
@@ -141,7 +141,7 @@ class Exports:
         words = [sys.executable, "-m", "distributed_training.scoring.export", str(target)]
         words += ["--outer-step", str(state.outer_step), "--from", str(self._run_folder)]
         words += ["--network", self._network] if self._network else []
-        # The run folder also has the copy of a network's URL.
+        # If the network is named by a URL, the run folder has the copy of its file.
         words += ["--neuron.run_folder", str(self._run_folder)]
         self._run(words, {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
 
@@ -182,10 +182,10 @@ class Exports:
         timer.start()
         tail = b""
         with process.stdout:
-            # The pipe ends once all processes that hold it have ended, also one in the background.
+            # The pipe ends when all processes that hold it have ended, also in the background.
             while data := os.read(process.stdout.fileno(), _TAIL):
                 tail = (tail + data)[-_TAIL:]
-        status = process.wait()  # wait with the limit, since it may have closed its output
+        status = process.wait()  # the limit holds here too, for a command that closed its output
         timer.cancel()
         lines = [line for line in tail.decode(errors="replace").splitlines() if line.strip()]
         last = lines[-1].strip() if lines else ""
@@ -197,7 +197,7 @@ class Exports:
     def _kill(self, process: subprocess.Popen[bytes]) -> None:
         if process.poll() is None:
             kill_tree(process.pid)
-        # End also what has left the tree, such as a server in the background.
+        # A server in the background may have left the tree, so end its session too.
         end_sessions([process.pid], settle=timedelta(0), grace=timedelta(0))
 
 

@@ -1,12 +1,15 @@
-"""Claim the global bucket of a network."""
+"""Claim the global bucket of a network, whose model its file names."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from bittensor_core import verify
 
+from distributed_training.config import Config, ConfigError
 from distributed_training.config.versions import Versions
 from distributed_training.network import LARGEST_FILE, LARGEST_SHOWN, Network, Shown
 from distributed_training.node.identity import Member
@@ -21,6 +24,17 @@ class GlobalStateError(RuntimeError):
     """The validator cannot continue from the global bucket's content. The text has the remedy."""
 
 
+def network_model(config: Config) -> Mapping[str, Any]:
+    """Return the model's configuration in the network's file. Raises ConfigError."""
+    if config.network.model is None:
+        raise ConfigError(
+            "the network's file does not say its model, so nothing was published or computed "
+            "again: give the file that dt-network init has written, or let make run start a whole "
+            "network on this machine"
+        )
+    return config.network.model
+
+
 def claim_global_bucket(
     store: ObjectStore,
     network: Network,
@@ -30,7 +44,7 @@ def claim_global_bucket(
 ) -> None:
     """Write into the global bucket whose it is.
 
-    What is there already is left. ``versions``: of the network's file, which miners read there;
+    Files that are there already stay. ``versions``: of the network's file, which miners read there;
     ``network`` is the newest. ``member``: signs, if it is the master.
 
     Raises WrongPlace where it is another founder's: two networks of one name would overwrite each
@@ -42,7 +56,7 @@ def claim_global_bucket(
         sign = member.wallet.hotkey.sign
         wanted = replace(wanted, network=network.values["run_id"])
     shown: Shown | None = None
-    with suppress(ValueError, IntegrityError):  # it is damaged, and what is written now replaces it
+    with suppress(ValueError, IntegrityError):  # a damaged file is replaced below
         shown = Shown.parse(store.get(keys.NETWORK, limit=LARGEST_SHOWN) or b"")
     owner = master if shown is None else shown.master
     # Anybody can write an unsigned file, or sign one with a new key.
@@ -61,7 +75,7 @@ def claim_global_bucket(
             if store.get(key, limit=LARGEST_FILE) == data:
                 continue
         store.put(key, data)
-    # Write it last, since miners look for the version that it names.
+    # Write this file last, because miners look for the version that it names.
     if shown != wanted:
         store.put(keys.NETWORK, wanted.to_bytes(sign))
 

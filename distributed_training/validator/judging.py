@@ -1,20 +1,20 @@
 """Judge the uploads of a close in a store network: each once, and refuse one for a cause.
 
 An upload is refused for its form (it is no file of this member for this close) or for its content:
-it makes the loss on text worse by more than chance explains, or it is another's. What lies between
-worse and better is accepted and scores 0: most of it is noise, and an honest member must never be
-kept out.
+it makes the loss on text worse by more than chance explains, or it is a copy of another upload. An
+upload whose effect chance may explain is accepted and scores 0, because an honest member must never
+be kept out.
 
-A copy is found by the angle between two uploads, at places that nobody else knows. Honest members
-train on different text, so theirs differ; noise that hides a copy below the limit costs it more of
-its improvement than it earns. Who comes first proves nothing, since whoever knows another's text
-can train on it and be faster. Only the owner has trained on the pages that its upload names.
+A copy is found by the angle between two uploads, measured at places that nobody else knows. Honest
+members train on different text, so their uploads differ. Noise that hides a copy below the limit
+costs it more of its improvement than the copy gains. The order of arrival proves nothing, because
+a member that knows another's text can train on it and be faster. But only the owner has trained on
+the pages that its upload names.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import math
 import random
@@ -29,8 +29,6 @@ from torch import Tensor
 
 from distributed_training.common.files import read_state, write_bytes, write_state
 from distributed_training.exchange.own_uploads import forget_files
-from distributed_training.protocol.manifest import Refused
-from distributed_training.protocol.network_report import printable
 from distributed_training.protocol.pages import JUDGED_PAGES, MOST_PAGES, block_at
 from distributed_training.protocol.types import Schema, Verify
 from distributed_training.protocol.update_file import UpdateFile
@@ -60,7 +58,6 @@ _SHARPLY, _LEAST_SHARE, _NO_GAIN = 8, 1e-3, 1e-9
 # Norms between which a float32 factor can clip uploads to each other without an overflow.
 _LEAST_NORM, _MOST_NORM = 1e-12, 1e12
 _SAMPLE = 1 << 16  # values of an upload that are compared with others
-_LONGEST = 300  # characters of a reason
 _NOT_JUDGED = Evaluation(-1, -1)
 
 
@@ -93,7 +90,7 @@ class Accepted:
 
     @property
     def improvement(self) -> float:
-        """Nats a token by which it lowers the loss on random text."""
+        """Nats per token by which it lowers the loss on random text."""
         assert self.judgement.random is not None
         return self.judgement.random.absolute
 
@@ -116,14 +113,9 @@ class Accepted:
         return assigned.absolute - random.absolute, math.hypot(assigned.error, random.error)
 
 
-def refusal(uid: int, hotkey: str, digest: str, cause: str, reason: str) -> Refused:
-    """Return what a manifest says of an upload that was not merged."""
-    return Refused(uid, hotkey, digest, cause, printable(reason, _LONGEST))
-
-
 @dataclass(frozen=True)
 class UploadJudge:
-    """Judges uploads from the epoch-start weights of one outer step.
+    """Judges uploads, measured from the epoch-start weights of one outer step.
 
     ``codec``: of uploads, by the network's file; ``secret``: chooses the places to compare.
     """
@@ -195,23 +187,18 @@ class UploadJudge:
         if norm > _MOST_NORM:
             raise RefusedUploadError("worse", f"its norm is {norm:.3g}, above any that trains")
         factor = clip_factor(norm, longest)
-        return self._accept(
+        return self.measure(
             Accepted(uid, hotkey, modified, file, norm, sample, _NOT_JUDGED, factor),
             judged,
             random_blocks,
         )
 
-    def judge_clipped(
-        self, one: Accepted, judged: Judged, factor: float, random_blocks: Sequence[int]
-    ) -> Accepted:
-        """Judge an upload again, multiplied by the factor with which it is merged.
+    def measure(self, one: Accepted, judged: Judged, random_blocks: Sequence[int]) -> Accepted:
+        """Return an upload with its judgement, multiplied by its factor. Raises as :meth:`judge`.
 
-        Raises as :meth:`judge`.
+        ``random_blocks``: as for :meth:`judge`.
         """
-        return self._accept(replace(one, factor=factor), judged, random_blocks)
-
-    def _accept(self, one: Accepted, judged: Judged, random_blocks: Sequence[int]) -> Accepted:
-        # An upload without pages is judged on random text twice, which is never better.
+        # An upload without pages is judged on random text twice, so its pages never gain more.
         own_blocks = self._draw(one) or random_blocks[:1]
         as_merged = replace(judged, learning_rate=judged.learning_rate * one.factor)
         judgement = self.evaluator.judge(
@@ -367,8 +354,9 @@ def find_copies(uploads: Sequence[Accepted], earlier: Mapping[str, Tensor]) -> d
 def share_alike(uploads: Sequence[Accepted]) -> list[Accepted]:
     """Return the uploads, each with its share of the weight that those alike it have together.
 
-    Who trains on another's pages adds nothing to what that member uploads. Whose pages they are is
-    seldom sure, so nobody is refused, and whoever gains more has by far the larger share.
+    A member that trains on another's pages adds nothing to the other's upload. It is seldom certain
+    whose pages they are, so neither is refused, and the upload that gains more has by far the
+    larger share.
     """
     helps = helpful([one.measured for one in uploads])
     limit = _limit_of_pairs([one for one, good in zip(uploads, helps, strict=True) if good])
@@ -409,9 +397,3 @@ def _has_own_work(one: Accepted) -> bool:
 
 def _cosine(one: Tensor, other: Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(one, other, dim=0))
-
-
-def digest_file(path: Path) -> str:
-    """Return the SHA-256 of a file that could not be read as an upload."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

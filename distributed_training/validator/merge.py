@@ -6,11 +6,12 @@ took from the update before, is added. The sum is quantized; its loss becomes th
 no merged upload is ever lost, and all apply the same bytes, the validator too.
 
 What is usual (the norm, the inner steps, the distance of two uploads) follows only from uploads
-that help: noise and uploads that move nothing would else decide it.
+that help. Otherwise noise, and uploads that move nothing, would decide it.
 
 Whoever replays the outer step must get the same bits on another machine. So all of it is float32 on
-the CPU, upload by upload in the manifest's order, and each product and each sum is rounded by
-itself: torch's ``add(alpha=)`` and ``addcmul`` are one fused operation on some processors only.
+the CPU, upload by upload in the manifest's order, and each product and each sum is rounded
+separately. Torch's ``add(alpha=)`` and ``addcmul`` are not used, because only some processors fuse
+both operations.
 """
 
 from __future__ import annotations
@@ -128,8 +129,8 @@ def measured(merged: Sequence[Merged]) -> list[Measured]:
 def helpful(uploads: Sequence[Measured]) -> list[bool]:
     """Return for each upload of a close whether it helps, and may set a standard.
 
-    It lowers the loss beyond chance, and by a third at least of what is usual among the uploads
-    that do: a thousandth of an honest upload lowers it too, by a thousandth.
+    It lowers the loss beyond chance, and by at least a third of what is usual among the uploads
+    that do. The third is needed because a thousandth of an honest upload lowers the loss too.
     """
     gains = [each.gain for each in uploads if each.gain > each.chance]
     least = statistics.median_high(gains) / _FEEBLE if gains else math.inf
@@ -139,8 +140,8 @@ def helpful(uploads: Sequence[Measured]) -> list[bool]:
 def usual_norm(uploads: Sequence[Measured], chain: Sequence[Manifest]) -> float | None:
     """Return the median norm of uploads that help, of a close and of the last outer steps.
 
-    Each counts by its gain, so that short ones of the first close do not hold all others back, and
-    at most by the usual gain of its close. None: no upload has helped.
+    Each upload counts by its gain, and at most by the usual gain of its close. So short uploads of
+    the first close do not hold back all later ones. None: no upload has helped.
     """
     weighted: list[tuple[float, float]] = []
     closes = [
@@ -181,7 +182,7 @@ def merge_factors(uploads: Sequence[Measured], chain: Sequence[Manifest]) -> lis
     It clips the upload to :func:`longest_norm`. Where at least half of the uploads help, the judge
     had enough text to tell, and the factor of the others is 0: their members carry them over.
     Where fewer do, all are merged, so that no honest member is excluded late in training. Uploads
-    that are alike share the weight of one: else the text of one member would count several times.
+    that are alike share the weight of one, so that the text of one member counts once.
     """
     helps, longest = helpful(uploads), longest_norm(uploads, chain)
     enough = 2 * sum(helps) >= len(uploads)
@@ -196,12 +197,13 @@ def merge_factors(uploads: Sequence[Measured], chain: Sequence[Manifest]) -> lis
 def whole_uploads(uploads: Sequence[Measured]) -> float:
     """Return how many usual uploads the uploads of a close that help amount to, a float32.
 
-    Their sum is divided by it. One of half of the median gain or norm counts as half an upload:
-    else whoever trains less, or hides its training under noise, would make the outer step shorter
-    for all. The norm tells, too, since half of an upload gains more than half as much. Where chance
-    explains why it gains less, it counts 1: late in training steps would else grow by mere chance.
-    None counts as more than one, nor do all that are alike. Where too few help, and so all are
-    merged, each counts 1, or its share.
+    Their sum is divided by it. An upload with half of the median gain or norm counts as half an
+    upload; otherwise a member that trains less, or hides its training under noise, would make the
+    outer step shorter for all. The norm counts as well as the gain, because half of an upload gains
+    more than half as much. Where chance may explain the smaller gain, an upload counts 1, because
+    outer steps would otherwise grow by chance late in training. No upload counts more than 1, nor
+    do all that are alike together. Where too few help, and all are merged, each counts 1, or its
+    share.
     """
     helps = helpful(uploads)
     if 2 * sum(helps) < len(uploads):
@@ -317,8 +319,8 @@ def merge(
     """Write the update into ``path``; return its digest, and the state after it.
 
     Args:
-        uploads: Ascending by uid, at least one; where the factor is 0, it is not looked at.
-        factors: Of each, from :func:`merge_factors` or the manifest; not all are 0.
+        uploads: Ascending by uid, at least one.
+        factors: Of each, from :func:`merge_factors` or the manifest; none is 0.
         before: Of the outer step from which the uploads count.
         path: Where no file is yet.
         layout: Of the update, with its header.
@@ -332,9 +334,7 @@ def merge(
     """
     chosen = choose_kind(OUTER_RULES, rule.name, key="the outer rule")
     own = None if chosen.merge is None else chosen
-    if own is not None:
-        facts = [each for each, factor in zip(facts, factors, strict=True) if factor]
-    counted = [each for each in zip(uploads, factors, strict=True) if each[1]]
+    counted = list(zip(uploads, factors, strict=True))
     momenta, residuals = ([torch.empty_like(w) for w in before.weights] for _ in range(2))
     for index, part in enumerate(layout.parts):
         shape = (part.rows, part.columns)

@@ -1,31 +1,29 @@
 """Own the global bucket of a store network: its state, its chain of manifests, their files.
 
-Its manifest publishes an outer step; it is written last and by a single validator. Until then
-members read the step before. So a kill at any byte leaves the old outer step or
-the new one; ``state.json``, which names the head, is corrected at the next start.
+The manifest of an outer step publishes it. A single validator writes it, after all other files, and
+until then members read the outer step before. So a kill at any byte leaves the old outer step or
+the new one; the next start corrects ``state.json``, which names the head.
 
-What the master has signed is the truth, and the store a cache of it: what that loses, damages or
-answers late is written again from this machine's copy (:mod:`.own_copy`). Only a signed state that
-is newer than ours shows that another process leads.
+What the master has signed is the truth, and the store is a cache of it. So this machine writes its
+own copy again (:mod:`.own_copy`) where the store loses or damages an object, or shows an old one.
+Only a signed state that is newer than ours shows that another process leads.
 """
 
 from __future__ import annotations
 
 import logging
-import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from distributed_training.common.files import sha256_of
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.manifest import Manifest, Master, State
-from distributed_training.protocol.metadata import MAX_CONFIG_BYTES, config_bytes, parse_config
+from distributed_training.protocol.metadata import config_bytes
 from distributed_training.protocol.network_report import printable
 from distributed_training.protocol.types import Sign
 from distributed_training.store.base import ObjectInfo, ObjectStore, put_once
@@ -37,7 +35,7 @@ from distributed_training.store.transfer import (
     sweep_uploads,
     upload_all,
 )
-from distributed_training.training.model import parameter_schema, without_extras
+from distributed_training.training.model import parameter_schema
 from distributed_training.training.weights import GlobalState
 from distributed_training.validator.global_state import GlobalStateError
 from distributed_training.validator.merge import HISTORY, OuterState
@@ -52,21 +50,7 @@ class AnotherLeadsError(GlobalStateError):
 
 
 _PUBLICATION = timedelta(minutes=30)  # limit for a publication, with retries
-_AGAIN = 60.0  # seconds before a large file is sent again that the store does not keep
 SERIALS = 1 << 20  # distance above the closes that may have moved without our knowing
-
-
-@dataclass(frozen=True)
-class NextStep:
-    """An outer step that waits for its publication.
-
-    ``data``: the manifest as it is signed, so that each try publishes the same one; ``uploads``:
-    the merged ones, by uid. All other files lie in its place on the disk.
-    """
-
-    manifest: Manifest
-    data: bytes
-    uploads: Mapping[int, Path] = field(default_factory=dict)
 
 
 class OuterSteps(OwnCopy):
@@ -95,7 +79,6 @@ class OuterSteps(OwnCopy):
         self._ours: list[bytes] = []  # our last two states, since an answer may have been lost
         self._looks = 0  # looks since an outer step was published
         self._older: Manifest  # the manifest after the one that the next look compares
-        self._sent_at: dict[str, float] = {}  # key -> when it was sent, by time.monotonic()
         self._fault = ""  # fault of the state in the store, as it was logged
         self.emptied = False  # the store had no state at a look
         self._gone: set[str] = set()  # objects that nobody has
@@ -124,8 +107,8 @@ class OuterSteps(OwnCopy):
             head = self.find_manifest(self.state.outer_step)
             if head is None or head.digest != self.state.head:
                 raise ValueError(f"{keys.STATE} names a manifest that is not there")
-            # Outer steps that a killed process had published before it could say so. There may be
-            # two, if the second goes back.
+            # A killed process may have published outer steps that the state does not name: two, if
+            # the second is a rewind.
             while (following := self.find_manifest(head.outer_step + 1)) is not None:
                 following.check_after(head)
                 head = following
@@ -177,18 +160,12 @@ class OuterSteps(OwnCopy):
             if there and step <= head.outer_step and len(at) < 2:
                 named = self.find_manifest(step)
                 at += [step] if named is not None and keys.MODEL in named.files else []
-        # Its times are past, so that nobody seems to lead.
+        # Its times are in the past, so that nobody seems to lead.
         made = next_state(None, head, head.serial, now=0.0, period=0.0, grace=0.0)
         self.state = replace(made, weights_at=tuple(sorted(at)))
         self._ours = [self.state.to_bytes(self.sign)]
         self.serial += SERIALS
         return True
-
-    def forget(self) -> None:
-        """Remove our copy, but for the serial below which nothing may fall. Raises OSError."""
-        own = self.own_state()
-        self.serial = 0 if own is None else own.file.serial
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def now(self) -> float:
         """Return the time by the store's clock, in seconds since 1970."""
@@ -215,7 +192,7 @@ class OuterSteps(OwnCopy):
                 if not known:  # a store that lost the state may also have lost what it names
                     self.restore()
                 self._retry(self._store.put, keys.STATE, self._ours[-1])
-                # Read it at the next look, since some stores confirm what they drop.
+                # Read it at the next look, because some stores confirm a write that they drop.
                 self._etag = ""
                 info = self._retry(self._store.head, keys.STATE)
             elif turn == len(kept):
@@ -260,7 +237,8 @@ class OuterSteps(OwnCopy):
         if theirs is not None and found not in self._ours and age_of(theirs) > age_of(self.state):
             raise AnotherLeadsError(
                 f"{keys.STATE} was written by another process with the master's hotkey, which "
-                f"leads since {_clock(theirs.written_at)} (serial {theirs.serial}), so this one "
+                f"leads since {datetime.fromtimestamp(theirs.written_at, UTC):%Y-%m-%d %H:%M:%S} "
+                f"UTC (serial {theirs.serial}), so this one "
                 "stops: let one validator lead this network, and give the master another hotkey if "
                 "you do not know the other"
             )
@@ -275,8 +253,8 @@ class OuterSteps(OwnCopy):
         self._fault = fault
         return False
 
-    def seconds_of_other(self, period: float) -> float:
-        """Return the seconds until nobody leads the network; 0 or less: nobody does.
+    def is_free(self, period: float) -> bool:
+        """Return whether nobody leads the network.
 
         Whoever leads renews the state within half of a ``period`` (seconds). Raises
         AnotherLeadsError if somebody has since the start.
@@ -290,7 +268,7 @@ class OuterSteps(OwnCopy):
                 f"{keys.STATE if newer else 'an outer step'}, so this one stops and that one "
                 "continues: stop that one first, or start this one with --take-over"
             )
-        return self.state.written_at + period / 2 - self.now()
+        return self.state.written_at + period / 2 <= self.now()
 
     # --- the store as a cache ---------------------------------------------------------------------
 
@@ -300,26 +278,21 @@ class OuterSteps(OwnCopy):
             self._kept_at, self._kept_there = place, self.find_copies(self.head, place[1])
         return self._kept_there
 
-    def restore(self, *, deep: bool = False, older: bool = False) -> list[str]:
-        """Write again what the store lacks or holds with other bytes; return what nobody has.
+    def restore(self, *, deep: bool = False, older: bool = False) -> None:
+        """Write again what the store lacks or holds with other bytes; log what nobody has.
 
         ``deep``: large objects are read to compare them. ``older``: all manifests are compared, as
-        also where anything else is wrong. Raises AnotherLeadsError for a signed manifest that is
-        not ours.
+        they also are where anything else is wrong. Raises AnotherLeadsError for a signed manifest
+        that is not ours.
         """
         wrong = self.wrong(self._find_copies(), most=MOST_BYTES if deep else SMALL)
         if wrong or older:
             known = {one.key for one in wrong}
             wrong += [one for one in self.lost_manifests(self.head) if one.key not in known]
         sound = [one for one in wrong if one.path.exists() and sha256_of(one.path) == one.digest]
-        gone = [one.key for one in wrong if one not in sound]
-        now = time.monotonic()
+        gone = {one.key for one in wrong if one not in sound}
         signed = [one for one in sound if one.key.endswith(keys.MANIFEST)]
-        files = [
-            (one.key, one.path)
-            for one in sound
-            if one not in signed and (deep or now - self._sent_at.get(one.key, -_AGAIN) >= _AGAIN)
-        ]
+        files = [(one.key, one.path) for one in sound if one not in signed]
         logged, self._mended = self._mended, {one.key for one in sound}
         if self._mended - logged:
             log.warning(
@@ -333,37 +306,19 @@ class OuterSteps(OwnCopy):
                 if path.stat().st_size > PART:  # a damaged file would pass for sent by its etag
                     self._retry(self._store.delete, key)
             upload_all(self._store, files, until=deadline_in(_PUBLICATION))
-            self._sent_at |= {key: now for key, path in files if path.stat().st_size > SMALL}
         for one in reversed(signed):
             step, _ = keys.parse_outer_key(one.key) or (0, "")
             data = one.path.read_bytes()
             if not self._is_published(step, data):
                 self._retry(self._store.put, one.key, data)
-        for key in sorted({*gone} - self._gone):
+        for key in sorted(gone - self._gone):
             log.warning(
                 "%s in the store is missing or damaged, and this machine has no copy: a member "
                 "that needs it waits for later whole weights. If training stands still: %s",
                 key,
                 RECOVER,
             )
-        self._gone = {*gone}
-        return gone
-
-    def require_path(self, gone: Sequence[str]) -> None:
-        """Raise GlobalStateError if no set of weights leads to the head, without ``gone``."""
-        if not gone:
-            return
-        at = () if self.state is None else self.state.weights_at
-        last = self.head.outer_step
-        for step in at:
-            needed = {keys.outer_key(step, keys.MODEL), keys.outer_key(step, keys.CONFIG)}
-            needed |= {keys.outer_key(n, keys.UPDATE) for n in range(step + 1, last + 1)}
-            if needed.isdisjoint(gone):
-                return
-        raise GlobalStateError(
-            f"the global bucket lacks {', '.join(gone[:3])}, of which this machine has no copy, so "
-            f"nobody could load outer step {last}. It is a bucket restored from a backup: {RECOVER}"
-        )
+        self._gone = gone
 
     def list_uploads(self) -> list[ObjectInfo]:
         """List all uploads of members."""
@@ -377,14 +332,15 @@ class OuterSteps(OwnCopy):
         folder.mkdir(parents=True, exist_ok=True)
         return write_set(folder, state.schema, values, config_bytes(state.model_config))
 
-    def read_state(self) -> GlobalState:
-        """Return the state of the head, and keep its values. Raises GlobalStateError, OSError."""
+    def read_state(self, model: Mapping[str, Any]) -> GlobalState:
+        """Return the state of the head, and keep its values; ``model``: its configuration.
+
+        Raises GlobalStateError, OSError.
+        """
         head, folder = self.head, self.place(self.head.outer_step)
         assert self.state is not None
+        schema, found = parameter_schema(model), None
         try:
-            config = self._config(self.state.weights_at)
-            schema = parameter_schema(config)
-            found = None
             with suppress(ValueError, OSError):
                 found = read_set(folder, schema, head)
             if found is None or found.digests != (head.weights, head.momentum, head.residual):
@@ -399,7 +355,7 @@ class OuterSteps(OwnCopy):
                 "restore its files"
             ) from None
         return GlobalState(
-            model_config=without_extras(config),
+            model_config=dict(model),
             schema=schema,
             outer_step=head.outer_step,
             weights=[*found.weights],
@@ -413,62 +369,50 @@ class OuterSteps(OwnCopy):
         self.history = [*self.history[1 - HISTORY :], manifest]
         self._looks = 0
 
-    def _config(self, at: Sequence[int]) -> dict[str, Any]:
-        """Return the model's configuration by the newest set that has it. Raises ValueError."""
-        for step in reversed(at):
-            named = self.find_manifest(step)
-            wanted, key = named and named.files.get(keys.CONFIG), keys.outer_key(step, keys.CONFIG)
-            ours, theirs = None, None
-            with suppress(OSError):
-                ours = (self.place(step) / keys.CONFIG).read_bytes()
-            with suppress(IntegrityError):  # raised for an object that is too large
-                theirs = self.reader.get(key, limit=MAX_CONFIG_BYTES)
-            for content in (ours, theirs):
-                if content is not None and sha256(content).hexdigest() == wanted:
-                    return parse_config(content)
-        raise ValueError(f"the {keys.CONFIG} of outer step {at[-1]} is not the signed one")
-
     # --- writing ----------------------------------------------------------------------------------
 
     def write(self, state: State) -> None:
         """Sign and write a state."""
         data = state.to_bytes(self.sign)
         self._ours = [*self._ours[-1:], data]
-        # Keep the state first: members may have it although the answer is lost. The next look
-        # writes it again.
+        # Keep the state before it is written, because members may have it although the answer is
+        # lost. The next look writes it again.
         self.serial, self.state = state.serial, state
         self.save(keys.STATE, data)
         self._etag = ""
         self._etag = self._retry(self._store.put, keys.STATE, data)
 
-    def sign_step(self, manifest: Manifest, uploads: Mapping[int, Path] | None = None) -> NextStep:
-        """Return an outer step that :meth:`publish` takes."""
-        return NextStep(manifest, manifest.to_bytes(self.sign), uploads or {})
-
-    def publish(self, prepared: NextStep) -> int:
+    def publish(
+        self, manifest: Manifest, data: bytes, uploads: Mapping[int, Path] | None = None
+    ) -> int:
         """Write the files of an outer step, its manifest last; return the bytes that were sent.
 
-        May be tried again. Raises OSError, and AnotherLeadsError where another validator has
-        published this outer step.
+        Args:
+            manifest: Of the outer step, whose files lie in its place on the disk.
+            data: The signed manifest. Each try needs the same bytes, and no two signatures are
+                equal.
+            uploads: The merged uploads, by uid.
+
+        Raises OSError, and AnotherLeadsError where another validator has published this outer
+        step.
         """
-        manifest = prepared.manifest
         n, place = manifest.outer_step, keys.outer_key(manifest.outer_step, keys.MANIFEST)
-        self._is_published(n, prepared.data)
+        self._is_published(n, data)
         names = [*manifest.files, *([keys.UPDATE] if manifest.update else [])]
         files = [(keys.outer_key(n, name), self.place(n) / name) for name in names]
-        files += [(keys.merged_key(n, uid), path) for uid, path in prepared.uploads.items()]
+        files += [(keys.merged_key(n, uid), path) for uid, path in (uploads or {}).items()]
         sent = upload_all(self._store, files, until=deadline_in(_PUBLICATION))
         if self.state is not None:
             self.restore_lost()  # another leader may have written its files over ours
         try:
-            self._retry(put_once, self._store, place, prepared.data)
+            self._retry(put_once, self._store, place, data)
         except TakenError:
-            if not self._is_published(n, prepared.data):
+            if not self._is_published(n, data):
                 if self._retry(self._store.head, place) is None:
                     raise
                 # The master has not signed what is there.
-                self._retry(self._store.put, place, prepared.data)
-        self.save(f"{n}.json", prepared.data)
+                self._retry(self._store.put, place, data)
+        self.save(f"{n}.json", data)
         return sent
 
     def _is_published(self, outer_step: int, data: bytes) -> bool:
@@ -508,10 +452,6 @@ class OuterSteps(OwnCopy):
         except StoreError as error:
             log.info("Files that are past were not deleted (%s): after the next round", error)
         sweep_uploads(self._store, prefix="outer/")
-
-
-def _clock(at: float) -> str:
-    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def next_state(

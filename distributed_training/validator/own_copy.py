@@ -1,9 +1,10 @@
 """Keep this machine's copy of what the master has signed, and repair the store by it.
 
 An object of the store means nothing until its signature and digest match. The store may lose or
-damage objects, answer with old ones, confirm what it drops, or be put back from a backup. What the
-network's master has signed holds all the same, and the store is only a cache of it. So the state
-and all manifests stay here, with the files of the outer steps that members may need.
+damage objects, answer with old ones, confirm a write that it drops, or be restored from a backup.
+None of this changes what the network's master has signed, of which the store is only a cache. So
+this machine keeps the state and all manifests, with the files of the outer steps that members may
+need.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class OwnCopy:
     def stored_manifest(self, outer_step: int) -> Signed[Manifest] | None:
         """Return the store's manifest of an outer step; None as for :meth:`stored_state`."""
         found = self._read_stored(keys.outer_key(outer_step, keys.MANIFEST), Manifest)
-        # Otherwise it is another object's content.
+        # A manifest of another outer step is another object's content.
         return found if found is not None and found.file.outer_step == outer_step else None
 
     def steps(self) -> set[int]:
@@ -234,7 +235,7 @@ class OwnCopy:
         return [
             one
             for one in kept
-            # Do not read momentum and residual: they are the largest, and no member needs them.
+            # Do not read momentum and residual, which are the largest and which no member needs.
             if not self.fits(
                 one, most=min(most, SMALL) if one.path.name == keys.OUTER_STATE else most
             )

@@ -1,8 +1,7 @@
 """The validator as a program: from its configuration to an exit status.
 
 Hotkey, buckets and text may take long to open, or fail. They are opened before a model is built, so
-that a missing key or an unregistered hotkey is reported at once. Tests hand over parts of their
-own.
+that a missing key or an unregistered hotkey is reported at once. Tests give parts of their own.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bittensor_core import verify as verify_signature
 from torch import Tensor
@@ -75,6 +73,7 @@ from distributed_training.validator.exports import Exports
 from distributed_training.validator.global_state import (
     GlobalStateError,
     claim_global_bucket,
+    network_model,
 )
 from distributed_training.validator.judging import UploadJudge
 from distributed_training.validator.outer_steps import AnotherLeadsError, OuterSteps
@@ -110,12 +109,14 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> ValidatorParts:
     member = join_subnet(config, stack)
     store = open_own(config.store, config.store.global_model_name)
     check_own(store)
-    outer_step, read = place_of_bucket(config, folder, store), BucketReader(store).version
-    versions = open_versions(config.network, folder, outer_step, read)
+    by = Master(config.swarm.run_id, config.miner.master_ss58_address, verify_signature)
+    newest = OwnCopy(store, folder / "global", by).newest_state()
+    outer_step = 0 if newest is None else newest.outer_step
+    versions = open_versions(config.network, folder, outer_step, BucketReader(store).version)
     config = under(config, versions.in_force)
     claim_global_bucket(store, versions.newest, versions=versions, member=member)
-    # After the claim: a commitment sends everybody to this bucket. Where the registry hands out
-    # URLs it would show them what others have uploaded, before it is merged.
+    # Commit only after the claim, because a commitment leads everybody to this bucket. Where the
+    # registry hands out URLs, a commitment would let members read uploads before they are merged.
     if config.has_bucket:
         commit(member, own_commitment(config.store, store.bucket))
     fetch_published(config, lambda: BucketReader(store))
@@ -148,15 +149,6 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> ValidatorParts:
         versions=versions,
         publish_files=publish_files,
     )
-
-
-def place_of_bucket(config: Config, folder: Path, store: ObjectStore) -> int:
-    """Return the outer step of the network's bucket, or of this machine's copy of it."""
-    with suppress(ValueError):  # damaged: where the network continues is found out later
-        by = Master(config.swarm.run_id, config.miner.master_ss58_address, verify_signature)
-        if state := OwnCopy(store, folder / "global", by).newest_state():
-            return state.outer_step
-    return 0
 
 
 def follow_rules(config: Config, parts: ValidatorParts) -> Callable[[int], None]:
@@ -206,7 +198,7 @@ def run_validator(
         folder = make_run_folder(config)
         # Until the validator runs a signal raises Stopped: no download looks at an event.
         with StopSignals(interrupts=True) as signals, ExitStack() as stack:
-            # Another one's ledger and copy of the chain would be shared.
+            # A second validator here would share the ledger and the copy of the chain.
             stack.enter_context(sole_user(folder, "validator.lock", "validator"))
             # The dashboard sees by this file that the process is gone.
             write_json(folder / "instance.json", {"pid": os.getpid()})
@@ -233,7 +225,7 @@ def run_validator(
         OSError,
     ) as error:
         log.log(logging.INFO if isinstance(error, OtherRules) else logging.ERROR, "%s", error)
-        # The model is its own network's; of two validators the one started last continues.
+        # A start with the same model, or next to the same leader, would fail again.
         if isinstance(error, UnfitModelError | AnotherLeadsError):
             return ExitStatus.BAD_CONFIGURATION
         return exit_status_of(error)
@@ -265,6 +257,8 @@ def build(
         model.load(weights)
         return {name: model.loss(text) for name, text in parts.held_out.items()}
 
+    standings = Standings.load(folder / LEDGER)
+    standings.board.assigned_counts = not config.data.own
     name = f"{config.miner.name}-validator"
     stack.enter_context(open_trackers(config.telemetry, folder, name=name))
     exports = Exports(config, folder, record=record)
@@ -289,7 +283,7 @@ def build(
         stop=stop,
         reporter=RoundReporter(
             chain=parts.member.chain,
-            standings=load_standings(config, folder / LEDGER),
+            standings=standings,
             record=record,
             least=rounds.least,
             round_seconds=(rounds.grace + rounds.period / 2).total_seconds(),
@@ -321,7 +315,7 @@ def find_state(
         keep_uploads=config.rounds.keep_uploads,
     )
     if steps.load():
-        state = steps.read_state()
+        state = steps.read_state(network_model(config))
         # Left by a process that was killed after the publication to which they belong.
         with suppress(FileNotFoundError):
             os.replace(steps.place(state.outer_step) / LEDGER, folder / LEDGER)
@@ -335,63 +329,34 @@ def find_state(
     return steps, initial_state(config), False
 
 
-def load_standings(config: Config, ledger: Path) -> Standings:
-    """Return the scores that ``ledger`` keeps. Raises GlobalStateError."""
-    try:
-        standings = Standings.load(ledger)
-    except ValueError as error:
-        raise GlobalStateError(
-            f"{ledger} is damaged ({error}), so the members' scores are unknown: restore it, or "
-            "remove it to start with empty scores"
-        ) from None
-    standings.board.assigned_counts = not config.data.own
-    return standings
-
-
 def initial_state(config: Config) -> GlobalState:
     """Return the state that a network begins with, whose model is that of its file.
 
     Its weights are those of the folder ``--validator.model``, or random. Raises ConfigError for a
     folder that cannot be used.
     """
-    network = config.network
-    if network.model is None:
-        raise ConfigError(
-            "the network's file does not say its model and the global bucket is empty, so nothing "
-            "was published: give the file that dt-network init has written, or let make run start "
-            "a whole network on this machine"
-        )
-    model_config = dict(network.model)
-    return GlobalState(
-        model_config=model_config,
-        schema=parameter_schema(model_config),
-        outer_step=0,
-        weights=_first_weights(config, network.head.weights, model_config),
-    )
-
-
-def _first_weights(
-    config: Config, named: str | None, model_config: Mapping[str, Any]
-) -> list[Tensor]:
-    """Return the weights of outer step 0 in schema order; ``named``: their digest, if any.
-
-    Raises ConfigError.
-    """
-    folder = config.validator.model
-    if folder is None:
-        if named is None:
-            return initial_weights(model_config, seed=config.training.seed)
+    model_config, folder = dict(network_model(config)), config.validator.model
+    named = config.network.head.weights  # the digest of the weights, if the file names them
+    if folder is not None:
+        try:
+            weights = list(read_weights(folder, model_config))
+        except WeightsError as error:
+            raise ConfigError(f"{error}, so nothing was published: {error.remedy}") from None
+        if named not in (None, digest_weights(weights)):
+            raise ConfigError(
+                f"{folder} has other weights than the network's file names, so nothing was "
+                "published: give --validator.model the folder that dt-network init --from was given"
+            )
+    elif named is None:
+        weights = initial_weights(model_config, seed=config.training.seed)
+    else:
         raise ConfigError(
             "the network's file names the weights that it begins with and the global bucket is "
             "empty, so nothing was published: give their folder with --validator.model"
         )
-    try:
-        weights = list(read_weights(folder, model_config))
-    except WeightsError as error:
-        raise ConfigError(f"{error}, so nothing was published: {error.remedy}") from None
-    if named not in (None, digest_weights(weights)):
-        raise ConfigError(
-            f"{folder} has other weights than the network's file names, so nothing was published: "
-            "give --validator.model the folder that dt-network init --from was given"
-        )
-    return weights
+    return GlobalState(
+        model_config=model_config,
+        schema=parameter_schema(model_config),
+        outer_step=0,
+        weights=weights,
+    )

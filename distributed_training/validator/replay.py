@@ -1,13 +1,13 @@
-"""Read the chain of a store network, check it, and compute its outer steps once more.
+"""Read the chain of a store network, check it, and compute its outer steps again.
 
-The bucket has everything that made the present weights: a signed manifest for each outer step, the
-updates since the older set of weights, and the uploads that the last outer steps have merged. The
-updates are enough to compute the weights of an outer step from earlier weights. With the uploads
-the updates themselves, the outer momentum and the residual follow too, to the bit. So a validator
-whose disk is empty continues from the bucket, and anybody may check its publications.
+The bucket has everything that made the present weights: a signed manifest of each outer step, the
+updates since the older set of whole weights, and the uploads that the last outer steps merged. From
+earlier weights and the updates follow the weights of an outer step. From the uploads follow also
+the updates themselves, the outer momentum and the residual, to the bit. So a validator with an
+empty disk continues from the bucket, and anybody may check what it has published.
 
-The bucket is believed in nothing: each object has a digest in a manifest, each manifest is signed
-and names the one before.
+Nothing in the bucket is trusted: each object has a digest in a manifest, and each manifest is
+signed and names the one before.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def write_set(folder: Path, schema: Schema, state: OuterState, config: bytes) ->
         }
     for file, tensors in files.items():
         with atomic_file(folder / file) as handle:
-            # Give the name, since save_file opens the file itself. The handle is for the sync and
+            # Give the name, because save_file opens the file itself. The handle serves the sync and
             # the rename.
             save_file(tensors, handle.name, metadata=keys.SAFETENSORS_METADATA)
     write_bytes(folder / keys.CONFIG, config)
@@ -92,7 +92,10 @@ def write_set(folder: Path, schema: Schema, state: OuterState, config: bytes) ->
 
 
 def read_set(folder: Path, schema: Schema, manifest: Manifest) -> OuterState:
-    """Read what :func:`write_set` wrote for a manifest. Raises ValueError; digests are not seen."""
+    """Read what :func:`write_set` wrote for a manifest. Raises ValueError.
+
+    The caller compares the digests.
+    """
     momentum, residual = (
         load_weights(folder / keys.OUTER_STATE, [(prefix + name, shape) for name, shape in schema])
         if digest
@@ -119,9 +122,9 @@ class Audit:
     replayed_from: int | None = None
 
     def get(self, find: Callable[[], _Found], *, needed: bool = True) -> _Found | None:
-        """Return what ``find`` does; None, and a problem more, for what does not fit.
+        """Return what ``find`` returns; for what does not fit, note a problem and return None.
 
-        What is missing is a problem where it is ``needed``.
+        An object that is missing is a problem where it is ``needed``.
         """
         try:
             return find()
@@ -140,7 +143,7 @@ class Audit:
 
 @contextmanager
 def _faults_of(key: str) -> Iterator[None]:
-    """Let what is wrong with an object, and not with the store, raise ChainBroken."""
+    """Raise ChainBroken for a fault of an object; a fault of the store stays as it is."""
     try:
         yield
     except ObjectMissingError:
@@ -156,7 +159,7 @@ def _faults_of(key: str) -> Iterator[None]:
 
 
 def _call(find: Callable[[], Any], *, needed: bool = True) -> Any:
-    del needed  # an audit, which continues where something does not fit, looks at it
+    del needed  # only an audit, which continues where something does not fit, asks for it
     return find()
 
 
@@ -224,7 +227,7 @@ class ManifestChain:
             with _faults_of(key):
                 found = read_set(paths[0].parent, self.schema, manifest)
         finally:
-            # Tensors that were read are mapped, so they stay after the files are deleted.
+            # The tensors are mapped, so they stay after the files are deleted.
             for path in paths:
                 path.unlink()
         self._compare(key, found, manifest)
@@ -304,39 +307,25 @@ class ManifestChain:
         ``whole``: only the weights, by the updates since.
         """
         to = state.outer_step if to is None else to
-        sets = sorted((step for step in state.weights_at if step <= to), reverse=True)
+        sets = [step for step in state.weights_at if step <= to]
         if not sets:
             raise ChainBroken(keys.STATE, f"names no set of weights up to outer step {to}")
-        for base in sets:
-            try:
-                before = self.manifest(base)
-                found = self.set_of(before)
-                while before.outer_step < to:
-                    manifest = self._next(before)
-                    found, before = self._follow(found, manifest, before, whole=whole), manifest
-                break
-            except ChainBroken as broken:
-                if base == sets[-1]:
-                    raise
-                log.info("An earlier set of weights is taken: %s", broken)
+        before, found = self._newest_set(sets)
+        while before.outer_step < to:
+            manifest = self._next(before)
+            found, before = self._follow(found, manifest, before, whole=whole), manifest
         if to == state.outer_step and before.digest != state.head:
             raise ChainBroken(keys.STATE, "names another head than the last manifest")
-        # Not before: what a start that was killed has fetched is not fetched again.
+        # Keep the downloads until here, so that a start after a kill need not repeat them.
         shutil.rmtree(self._folder / "outer", ignore_errors=True)
         return found
 
-    def newest(self, sets: Iterable[int]) -> tuple[Manifest, OuterState] | None:
+    def newest(self, sets: Iterable[int]) -> tuple[Manifest, OuterState]:
         """Return the newest outer step to which whole weights of ``sets`` lead, with its values.
 
-        Where uploads are missing the values are only weights. None: none of the sets is sound.
+        Where uploads are missing the values are only weights.
         """
-        for base in sorted(sets, reverse=True):
-            with suppress(ChainBroken):
-                before = self.manifest(base)
-                found = self.set_of(before)
-                break
-        else:
-            return None
+        before, found = self._newest_set(sets)
         with suppress(ChainBroken):
             while True:
                 manifest = self._next(before)
@@ -346,6 +335,18 @@ class ManifestChain:
                     found = self._follow(found, manifest, before, whole=False)
                 before = manifest
         return before, found
+
+    def _newest_set(self, sets: Iterable[int]) -> tuple[Manifest, OuterState]:
+        """Return the newest of ``sets`` that is sound, and its manifest."""
+        problem = ChainBroken(keys.STATE, "names no set of weights")
+        for base in sorted(sets, reverse=True):
+            try:
+                manifest = self.manifest(base)
+                return manifest, self.set_of(manifest)
+            except ChainBroken as broken:
+                problem = broken
+                log.info("The weights of outer step %d are not used: %s", base, broken)
+        raise problem
 
     def _next(self, before: Manifest) -> Manifest:
         """Return the manifest that follows another."""

@@ -1,7 +1,7 @@
-"""Tell others how the network does: the registry's page, the metrics file, the events.
+"""Report how the network does: to the registry's page, the metrics file, and the events.
 
-All three are made of one :class:`NetworkReport`, so they agree. The registry may be slow or away:
-it costs the validator two seconds at most, and the next report has it all again.
+All three follow from one :class:`NetworkReport`, so they do not differ. A registry that is slow or
+away costs the validator at most two seconds, and the next report repeats everything.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class RoundReporter:
             this = psutil.Process()
             memory = sum(p.memory_info().rss for p in (this, *this.children(recursive=True)))
         for name, value in {
-            # Leave this metric out once the network has finished, so that no alert fires.
+            # A finished network has no value here, so that no alert fires.
             "network_training": None if verdict.kind == "idle" else float(verdict.kind == "good"),
             "network_gate": float(verdict.word == "gate"),
             "network_outer_step": report.outer_step,

@@ -1,7 +1,7 @@
-"""The standings of members: what rounds have found of each, and the scores that follow from it.
+"""Keep the members' standings: what rounds have found of each member, and its scores.
 
-They are kept across restarts. Scores are those of :class:`~.protocol.scoring.ScoreBoard`, from the
-judge's measurements; manifests publish them.
+They survive a restart. :class:`~.protocol.scoring.ScoreBoard` computes the scores from the judge's
+measurements, and the manifests publish them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from distributed_training.chain.base import Neuron
 from distributed_training.common.files import write_json
 from distributed_training.protocol.scoring import RESET, ScoreBoard, moving_average
 from distributed_training.scoring.evaluator import Evaluation
+from distributed_training.validator.global_state import GlobalStateError
 
 
 @dataclass
@@ -71,8 +72,8 @@ class Standings:
     def sync(self, neurons: Sequence[Neuron]) -> None:
         """Take in who is registered now. Who is not keeps its standing for its return."""
         present = {n.uid: n.hotkey for n in neurons}
-        # A registry with an older backup, or a chain's node that is behind, hides members for a
-        # while.
+        # A registry that was restored from a backup, or a node of the chain that is behind, hides
+        # members for a while.
         self._absent = self.entries.keys() - present.keys()
         self._validators = {n.uid for n in neurons if n.validator_permit}
         for uid, hotkey in present.items():
@@ -139,9 +140,12 @@ class Standings:
 
     @classmethod
     def load(cls, path: Path) -> Standings:
-        """Load standings, empty ones if there is no file. Raises ValueError for a damaged one."""
+        """Load standings, empty ones if there is no file.
+
+        Raises GlobalStateError for a damaged file.
+        """
         try:
-            # Do not use read_state, which would set a damaged file aside and begin with empty
+            # Do not use read_state, which would move a damaged file away and begin with empty
             # scores.
             data = path.read_bytes()
             found = TypeAdapter(cls).validate_json(data, strict=True)
@@ -149,5 +153,8 @@ class Standings:
         except FileNotFoundError:
             return cls()
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(f"not a validator's standings: {type(error).__name__}") from None
+            raise GlobalStateError(
+                f"{path} is damaged ({type(error).__name__}), so the members' scores are unknown: "
+                "restore it, or remove it to start with empty scores"
+            ) from None
         return found

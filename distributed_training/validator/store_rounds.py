@@ -1,22 +1,24 @@
-"""Lead the rounds of a store network: take the uploads of a close, judge, merge, publish.
+"""Lead the rounds of a store network: fetch, judge and merge the uploads of a close, and publish.
 
-From a close on each upload is fetched as it comes and judged once (:mod:`.judging`). The round
-ends when all who are waited for have uploaded, at the latest after the grace. Those are the members
-that came to the close before, and at times the others: a newcomer whose link is slower than all
-others' would else find each round over. The accepted uploads are merged (:mod:`.merge`). The outer
-step is published (:mod:`.outer_steps`) if the held-out loss allows it; if not, whoever spoils it is
-looked for by halves. Whatever fails on the way, a store, a disk or a kill, is begun again from what
-is in the store: a round may be late, but no upload is lost.
+Read :meth:`StoreValidator._advance` first: it is a round, from the close to its end. From the close
+on, each upload is fetched when it comes and judged once (:mod:`.judging`). The round ends when all
+members have uploaded for which it waits, and at the latest after the grace. It waits for the
+members that came to the close before, and at some closes for the others too, because a newcomer
+with the slowest link would otherwise find every round over. The accepted uploads are merged
+(:mod:`.merge`), and the outer step is published (:mod:`.outer_steps`) if the held-out loss allows
+it. If not, a search by halves finds the upload that spoils it. If a store or a disk fails on the
+way, or the process is killed, the round begins again from what the store holds. So a round may be
+late, but no upload is lost.
 
-No wait for somebody else is without an end. An upload that the store does not deliver, that does
-not fit on this disk or whose text is away delays nobody once the grace is over: it is not judged,
-which costs its member nothing. Half a period later, judging ends too.
+Every wait for others ends. Some uploads are not delivered by the store, do not fit on this disk, or
+need a text that is away. They delay nobody once the grace is over: they are not judged, which costs
+their members nothing. Half a period later, judging ends too.
 
-One thread does all of it. At each tick, a round comes first when it is due, then the weights on
-the chain. Everything that the validator needs is handed to it (``program.build``), so tests run it
-with a chain, a bucket and members in memory.
+One thread does all of it. At each tick, a round comes first when it is due, and then the weights on
+the chain. The validator gets everything that it needs from ``program.build``, so tests run it with
+a chain, a bucket and members in memory.
 
-What the validator writes to ``events.jsonl``, one JSON object a line, for whoever follows it.
+The validator writes ``events.jsonl``, with one JSON object per line, for programs that follow it.
 
 Every line carries ``kind`` and ``time`` (seconds since the epoch, written by the event log). Fields
 of each kind, in the order in which they happen; readers ignore kinds and fields they do not know:
@@ -75,6 +77,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
@@ -94,14 +97,14 @@ from distributed_training.validator.closes import LOOK, CloseJudge, Intake, Merg
 from distributed_training.validator.errands import Errands, unless_stopped
 from distributed_training.validator.judging import CAUSES, find_copies, share_alike
 from distributed_training.validator.merge import OuterState, find_spoilers
-from distributed_training.validator.outer_steps import NextStep, next_state, renewed
+from distributed_training.validator.outer_steps import next_state, renewed
 from distributed_training.validator.own_copy import RECOVER
 from distributed_training.validator.standings import PastRound
 
 log = logging.getLogger(__name__)
 
 LEDGER = "ledger.json"  # in an outer step's folder: the scores that hold once it is published
-_PATIENT = 3  # closes in a row that the held-out loss refuses, before the founder is asked
+_PATIENT = 3  # closes in a row that the held-out loss refuses, before a line asks the founder
 _RECENT = 2.0  # rounds: an older progress upload is not valid
 _FORGIVEN = 3  # closes missed in a row, from which on progress makes nobody's upload valid
 
@@ -117,9 +120,14 @@ _OF_NO_CLOSE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class _Reached:
-    """An outer step that is merged, and published as soon as the store takes it."""
+    """An outer step that is merged, and published as soon as the store takes it.
 
-    prepared: NextStep
+    ``manifest``, ``data`` and ``uploads``: for :meth:`.OuterSteps.publish`.
+    """
+
+    manifest: Manifest
+    data: bytes
+    uploads: Mapping[int, Path]
     values: OuterState
     state: GlobalState
     losses: dict[str, float]
@@ -152,7 +160,7 @@ class StoreValidator(CloseJudge):
         self._reached_step: _Reached | None = None
         self._looked = 0.0
         self._problem = ""
-        self._leads = False  # otherwise another process may, until its renewal is overdue
+        self._leads = False  # until then another process may lead, whose renewal is not overdue
 
     # --- life -----------------------------------------------------------------------------------
 
@@ -201,10 +209,10 @@ class StoreValidator(CloseJudge):
                 self.steps.emptied = False
         self.reporter.keep_up()
         weights = self.standings.weights()
-        # Before all else: the miners have timed their uploads by it.
+        # A round comes first, because miners have timed their uploads by its close.
         if self._lead():
             return
-        # Counted also if it fails: the chain limits how often weights are set.
+        # A failed try counts too, because the chain limits how often weights are set.
         if weights and self._weights_due():
             try:
                 unless_stopped(partial(self.member.chain.set_weights, weights), stop=self.stop)
@@ -226,7 +234,7 @@ class StoreValidator(CloseJudge):
             manifest = self._manifest(
                 state, values, made_at=time.time(), files=steps.write_values(state, values)
             )
-            steps.publish(steps.sign_step(manifest))
+            steps.publish(manifest, manifest.to_bytes(steps.sign))
             steps.went_on(manifest, values)
         self._miners()
         if not self.standings.successful_rounds:  # on an empty disk take the scores from the chain
@@ -241,7 +249,7 @@ class StoreValidator(CloseJudge):
             found
             and not steps.led_last
             and not self.config.validator.take_over
-            and not self._is_free()
+            and not steps.is_free(self._period)
         ):
             log.warning(
                 "Another validator may lead this network, since this machine's disk does not have "
@@ -259,10 +267,6 @@ class StoreValidator(CloseJudge):
                 else "nobody else does"
             )
 
-    def _is_free(self) -> bool:
-        """Return whether nobody leads the network. Raises AnotherLeadsError if somebody does."""
-        return self.steps.seconds_of_other(self._period) <= 0
-
     def _lead_from_now(self, why: str) -> None:
         """Write what the store lacks, and a state that shows that this process leads."""
         steps = self.steps
@@ -274,8 +278,7 @@ class StoreValidator(CloseJudge):
                 keys.STATE,
                 RECOVER,
             )
-        gone = steps.restore()
-        steps.require_path(gone)
+        steps.restore()
         now = steps.now()
         state = steps.state
         if state is None or state.head != steps.head.digest or state.serial < steps.serial:
@@ -285,7 +288,7 @@ class StoreValidator(CloseJudge):
         self._leads = True
 
     def _lead(self) -> bool:
-        """Lead a round if one is due; whether it was. Raises as :meth:`tick`."""
+        """Lead a round if one is due; return whether it has ended. Raises as :meth:`tick`."""
         if time.monotonic() - self._looked < LOOK:
             return False
         try:
@@ -302,10 +305,10 @@ class StoreValidator(CloseJudge):
 
     def _save(self) -> None:
         if self._reached_step is not None:
-            return  # or scores of an outer step that nobody saw would count
+            return  # otherwise scores would count of an outer step that nobody saw
         try:
             self.standings.save(self._standings_path)
-        except OSError as error:  # a round must not be lost with the miners' steps
+        except OSError as error:  # a full disk must not cost a round, and the members' steps in it
             log.warning(
                 "%s was not written (%s): a restart would continue with older scores; free the "
                 "disk of --neuron.run_folder",
@@ -316,24 +319,24 @@ class StoreValidator(CloseJudge):
     # --- a round ----------------------------------------------------------------------------------
 
     def _advance(self) -> bool:
-        """Do what can be done for the present close; whether its round has ended.
+        """Do what can be done for the present close; return whether its round has ended.
 
         Raises StoreError, OSError, Stopped.
         """
         steps = self.steps
         assert steps.state is not None
         if not self._leads:
-            if not self._is_free():
+            if not steps.is_free(self._period):
                 return False
             self._lead_from_now(f"the renewal of {keys.STATE} is overdue")
         now = steps.restore_lost()
         behind = steps.state.head != steps.head.digest  # the store failed before it named the head
-        # No close is so far away, unless the store's clock was wrong.
+        # A close is that far away only where the store's clock was wrong.
         if behind or steps.state.closes_at > now + 2 * self._period:
             self._show(now)
         state = steps.state
         renewal = renewed(state, now=now, period=self._period, finished=self.finished)
-        # Well before half a period, from which on another process may lead.
+        # Renew it well before half a period, after which another process may lead.
         if state.finished != renewal.finished or now > state.written_at + self._period / 4:
             steps.write(renewal)
         if self._reached_step is not None:
@@ -384,11 +387,6 @@ class StoreValidator(CloseJudge):
         if len(close.accepted) < least:
             detail = f"{lines.counted(len(close.accepted), 'upload')} accepted of {len(close.came)}"
             return self._move(close, TOO_FEW, f"{detail}, {least} are needed", now)
-        if len(close.accepted) < 3 and not any(m.merged for m in self.steps.history):
-            log.info(
-                "%s to merge, and none was merged before: nothing bounds a hostile one",
-                lines.counted(len(close.accepted), "upload"),
-            )
         # Put the least trusted last, since the search for a spoiler begins there.
         counted = [uid for uid, factor in self._factors(close).items() if factor]
         trusted = sorted(counted, key=lambda u: -self.standings.entries[u].published)
@@ -451,7 +449,7 @@ class StoreValidator(CloseJudge):
             total_inner_steps=self.state.total_inner_steps + merged.header.inner_steps,
             total_tokens=self.state.total_tokens + merged.header.tokens,
         )
-        # First: what fails for a full disk is done again, and scores count once.
+        # Write the values first: a full disk makes all of this run again, and scores count once.
         files = self.steps.write_values(state, values)
         self._score(close)
         self._record_round(close, tokens=merged.header.tokens)
@@ -473,7 +471,7 @@ class StoreValidator(CloseJudge):
             made_at=now,
             files=files if state.outer_step % self.config.rounds.weights_every == 0 else {},
         )
-        # Next to the scores that count: the manifest in the store decides which ones do.
+        # The scores that count stay until the manifest is published, which decides between both.
         with suppress(OSError):
             self.standings.save(self.steps.place(state.outer_step) / LEDGER)
         counted = [close.accepted[one.uid] for one in merged.merged if one.factor]
@@ -486,7 +484,9 @@ class StoreValidator(CloseJudge):
         old, new = (self.judge.sample(each) for each in (self.state.weights, values.weights))
         samples[f"the update {step}"] = old - new
         return _Reached(
-            self.steps.sign_step(manifest, uploads),
+            manifest,
+            manifest.to_bytes(self.steps.sign),
+            uploads,
             values,
             state,
             merged.losses,
@@ -498,8 +498,8 @@ class StoreValidator(CloseJudge):
         """Publish an outer step and continue from it. Raises StoreError: it is tried again."""
         reached, began = self._reached_step, time.monotonic()
         assert reached is not None
-        sent = self.steps.publish(reached.prepared)
-        manifest = reached.prepared.manifest
+        manifest = reached.manifest
+        sent = self.steps.publish(manifest, reached.data, reached.uploads)
         self.record(
             "publication",
             revision=f"{manifest.outer_step}.{manifest.serial}",
@@ -526,7 +526,7 @@ class StoreValidator(CloseJudge):
         )
         self._log_losses("Merged: outer step")
         self.after_step(self.state)
-        # First: a version that holds from here on may have put the end off.
+        # Look for a new version first, because it may have put off the end of the network.
         self.follow(self.state.outer_step)
         self._find_end()
         self._show(self.steps.restore_lost())
@@ -573,7 +573,7 @@ class StoreValidator(CloseJudge):
         self._show(now, gate=gate)
         failed = self.standings.failed_rounds
         if fault == TOO_FEW and not failed & (failed - 1):
-            # A damaged object may keep all members from training, and only reading it shows that.
+            # A damaged object may keep all members from training, which only reading it shows.
             self.steps.restore(deep=True)
         self._report("waiting")
         return True
@@ -631,7 +631,7 @@ class StoreValidator(CloseJudge):
     # --- what a round leaves behind ---------------------------------------------------------------
 
     def _score(self, close: Intake) -> None:
-        """Let scores follow from what the round has found of each member."""
+        """Compute the scores that follow from what the round has found of each member."""
         judgements = [one.judgement for one in close.accepted.values()]
         judgements += [
             Evaluation(uid, close.state.outer_step, cause=CAUSES[one.cause], reason=one.reason)
@@ -643,7 +643,7 @@ class StoreValidator(CloseJudge):
         for uid, entry in entries.items():
             entry.all_reduce = int(uid in took_part)
             entry.fault = "" if uid in close.came else "it sent no upload for the last close"
-        # Merged and no better than nothing scores 0.
+        # An upload that is merged but gains nothing scores 0.
         valid = {u: u in close.accepted and close.accepted[u].improvement > 0 for u in entries}
         known = [judgement for judgement in judgements if judgement.uid in entries]
         if self.of_member is not None:
@@ -671,7 +671,7 @@ class StoreValidator(CloseJudge):
             info = self._reader(by_uid[uid]).head(keys.progress_key(uid))
             return math.inf if info is None else closes_at - info.modified
 
-        found = Errands().run(age, [*by_uid], within=LOOK, patience=LOOK, stop=self.stop)
+        found = Errands().run(age, [*by_uid], within=self._look, patience=LOOK, stop=self.stop)
         oldest = _RECENT * (self._period + self._grace)
         return [uid for uid, each in found.items() if isinstance(each, float) and each <= oldest]
 

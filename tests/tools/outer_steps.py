@@ -22,15 +22,13 @@ from distributed_training.protocol.update_file import (
 )
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.folder import FolderStore
-from distributed_training.training.outer_rule import UploadFacts
 from distributed_training.validator.merge import (
     Measured,
     OuterState,
     Rule,
-    merge,
     merge_factors,
+    merge_named,
     norm_of,
-    whole_uploads,
 )
 from distributed_training.validator.replay import ManifestChain, write_set
 
@@ -142,27 +140,22 @@ def publish_chain(
             gains = [0.0 if (uid, step) == CARRIED else uid / 9 for uid in uids]
             found = [Measured(n, gain, 0.0) for n, gain in zip(norms, gains, strict=True)]
             factors = merge_factors(found, chain)
-            update, after = merge(
-                files,
-                factors,
-                states[-1],
-                rule,
-                path=folder / keys.UPDATE,
-                layout=UpdateLayout.of(SCHEMA, head),
-                sign=sign,
-                divisor=whole_uploads(found),
-                facts=[
-                    UploadFacts(61440 + uid, n, gain)
-                    for uid, n, gain in zip(uids, norms, gains, strict=True)
-                ],
-            )
-            states.append(after)
             merged = [
                 Merged(uid, hotkey_of(uid), file.digest, norm, factor, gain, 30, 61440 + uid, 0.0)
                 for uid, file, norm, factor, gain in zip(
                     uids, files, norms, factors, gains, strict=True
                 )
             ]
+            update, after = merge_named(
+                merged,
+                [file for file, factor in zip(files, factors, strict=True) if factor],
+                states[-1],
+                rule,
+                path=folder / keys.UPDATE,
+                layout=UpdateLayout.of(SCHEMA, head),
+                sign=sign,
+            )
+            states.append(after)
             for uid, factor in zip(uids, factors, strict=True):
                 if not factor:
                     (folder / f"uploads/{uid}.safetensors").unlink()

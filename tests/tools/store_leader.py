@@ -24,8 +24,8 @@ from distributed_training.validator.merge import (
     Measured,
     OuterState,
     Rule,
-    merge,
     merge_factors,
+    merge_named,
     norm_of,
 )
 from tests.tools.network import ALICE
@@ -82,17 +82,16 @@ class Leader:
         head = header("update", outer, start=self.chain[-1].weights, **named)
         place = self.bucket / keys.outer_key(outer + 1, keys.UPDATE)
         aside = self.bucket.parent / "update"
-        aside.unlink(missing_ok=True)
+        merged = tuple(
+            Merged(uid, file.header.hotkey, file.digest, norm, factor, 0.1, 1, 1)
+            for uid, file, norm, factor in zip(uids, files, norms, factors, strict=True)
+        )
         layout = UpdateLayout.of(self.schema, head)
-        digest, self.state = merge(
-            files, factors, self.state, RULE, path=aside, layout=layout, sign=ALICE.sign
+        digest, self.state = merge_named(
+            merged, files, self.state, RULE, path=aside, layout=layout, sign=ALICE.sign
         )
         place.parent.mkdir(parents=True)
         shutil.move(aside, place)
-        merged = tuple(
-            Merged(uid, file.header.hotkey, file.digest, norm, factor, 0.1, 1, 1, 0.0)
-            for uid, file, norm, factor in zip(uids, files, norms, factors, strict=True)
-        )
         self._publish(update=digest, merged=merged)
 
     def _publish(self, *, update: str, merged: tuple[Merged, ...], whole: bool = False) -> None:

@@ -118,19 +118,6 @@ def test_a_close_without_enough_uploads_moves(world: StoreWorld) -> None:
     assert not [key for key in world.bucket.objects if key.startswith("uploads/")]  # they are past
 
 
-def test_a_round_ends_when_all_uploaders_of_the_last_one_have_uploaded(world: StoreWorld) -> None:
-    world.round()
-    world.train()
-    world.until_close()
-    for miner in world.miners.values():
-        world.tick()
-        assert world.state.outer_step == 1
-        miner.upload()
-    world.tick()
-    assert world.state.outer_step == 2
-    assert world.clock() < world.manifest(2).closed_at + GRACE
-
-
 def _newcomer(world: StoreWorld, uid: int) -> None:
     world.ledger.register(keypair(f"miner-{uid}").ss58_address, uid=uid)
     world.miners[uid] = StoreMiner(world, uid)

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,20 +15,13 @@ from bittensor.sp_core import verify
 
 from distributed_training.protocol import keys
 from distributed_training.protocol.pages import place_of
-from distributed_training.protocol.update_file import (
-    Header,
-    UpdateFile,
-    UpdateLayout,
-    finish,
-    write_rows,
-)
+from distributed_training.protocol.update_file import UpdateFile
 from distributed_training.scoring.evaluator import DataUnavailable, Evaluator, Judged
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.errors import IntegrityError
 from distributed_training.training.outer_rule import nesterov_sgd
 from distributed_training.validator import judging
-from distributed_training.validator.judging import UploadJudge, find_copies
-from distributed_training.validator.merge import digest_of
+from distributed_training.validator.judging import Accepted, UploadJudge, find_copies
 from tests.tools.store_world import StoreMiner, StoreWorld, keypair
 from tests.tools.validator_world import VOCABULARY, one_thread  # noqa: F401
 
@@ -55,6 +49,8 @@ BAD: dict[str, tuple[str, Callable[[StoreMiner], bytes]]] = {
     "zeros": ("empty", lambda m: m.encode(moved=[torch.zeros_like(t) for t in m.moved])),
     "sign": ("worse", lambda m: m.encode(moved=[-t for t in m.moved])),
     "hundredfold": ("worse", lambda m: m.encode(moved=[100 * t for t in m.moved])),
+    # Text need not show it: the huge values may be those of a word that no text has.
+    "huge values": ("worse", lambda m: m.encode(moved=[torch.full_like(t, 1e15) for t in m.moved])),
 }
 
 
@@ -94,6 +90,7 @@ def test_bad_uploads_cost_only_their_senders(
     events = {e["uid"]: e for e in world.events.of("upload_scored")}
     for one in refused:
         assert one.hotkey == world.miners[one.uid].pair.ss58_address and one.reason
+        assert bad.get(one.uid) != "huge values" or "its norm" in one.reason
         assert scores[one.uid].published == 0 < scores[3].published
         assert not events[one.uid]["ok"] and events[one.uid]["reason"] == one.reason
         if one.uid in sent:
@@ -135,21 +132,6 @@ def test_a_claim_of_pages_that_were_not_trained_costs_only_its_sender(
         assert pages[0] <= events[17]["assigned_page"] <= pages[1] - 7
 
 
-def test_an_upload_with_huge_rows_of_unused_tokens_costs_only_its_sender(
-    world: StoreWorld,
-) -> None:
-    pages = world.pages
-    world.pages = lambda uid, block: pages(uid, block).clamp(max=VOCABULARY - 2)
-    world.send(3, 5)
-    moved = [torch.zeros_like(t) for t in world.miners[17].moved]
-    names = [name for name, _ in world.schema]
-    moved[names.index("model.embed_tokens.weight")][-1] = 1e20
-    world.miners[17].upload(moved=moved)
-    world.end()
-    assert world.fates(1) == {3: "merged", 5: "merged", 17: "worse"}
-    assert "its norm" in world.manifest(1).refused[0].reason
-
-
 @pytest.mark.parametrize("noise", [0.0, 0.1, 0.3])
 def test_of_an_upload_and_its_copy_the_later_is_refused(world: StoreWorld, noise: float) -> None:
     world.train()
@@ -174,28 +156,6 @@ def test_of_an_upload_and_its_copy_the_later_is_refused(world: StoreWorld, noise
     world.miners[17].upload()
     world.end()
     assert world.fates(2)[3] in ("copy", "worse")
-
-
-def test_whoever_imitates_another_costs_it_no_close(tmp_path: Path) -> None:
-    """It trains on its victim's pages, an inner step less, and uploads first."""
-    honest, shadow = (1, 2, 3, 4, 5), 40
-    world = StoreWorld(tmp_path, uids=(*honest, shadow))
-    for n in range(1, 5):
-        world.train(*honest)
-        miner = world.miners[shadow]
-        miner.apply()
-        miner.uid = honest[0]
-        miner.train(steps=3)
-        miner.uid = shadow
-        world.until_close()
-        miner.upload()
-        world.clock.ahead += 1
-        for uid in honest:
-            world.miners[uid].upload()
-        world.end()
-        fates = world.fates(n)
-        assert {uid: fates[uid] for uid in honest} == dict.fromkeys(honest, "merged")
-        assert fates[shadow] in ("copy", "carried")
 
 
 def test_what_all_can_read_is_a_copy_also_after_a_restart(world: StoreWorld) -> None:
@@ -263,9 +223,6 @@ def test_merged_upload_that_is_no_better_scores_zero(world: StoreWorld) -> None:
     scores = world.manifest(1).scores
     assert scores[3] > 0 and scores[5] > 0
     assert (scores[17] > 0) == (merged[17].improvement > 0)
-    world.validator._weights_due = lambda: True
-    world.tick()
-    assert set(world.events.of("weights")[-1]["weights"]) >= {"3", "5"}
 
 
 class Bigrams:
@@ -312,8 +269,17 @@ class Bigrams:
         return start - table.detach()
 
 
+def trained_upload(
+    model: Bigrams, weights: torch.Tensor, seed: int, steps: int, outer_step: int
+) -> Any:
+    """Return what a member has trained, in the place of its file."""
+    moved = model.trained(weights, seed, steps)
+    header = SimpleNamespace(pages=(0, 7), outer_step=outer_step, serial=outer_step + 1)
+    return SimpleNamespace(decode=lambda name, shape: moved, header=header)
+
+
 @pytest.mark.timeout(600)
-def test_no_honest_upload_is_refused_in_200_rounds(tmp_path: Path) -> None:
+def test_no_honest_upload_is_refused_in_200_rounds() -> None:
     """Also long after there is nothing to learn, on as little text as is ever judged."""
     model, members = Bigrams(), {3: 3, 5: 3, 17: 1}  # inner steps of each
 
@@ -326,39 +292,12 @@ def test_no_honest_upload_is_refused_in_200_rounds(tmp_path: Path) -> None:
     judged_count, harmful, nearest = 0, 0, 0.0
     earlier: dict[str, torch.Tensor] = {}
     for n in range(200):
-        start = digest_of([weights])
         accepted = []
         for uid, steps in members.items():
-            moved = model.trained(weights, uid * 1_000_000 + n, steps)
-            pair = keypair(f"miner-{uid}")
-            header = Header(
-                kind="upload",
-                run_id="run",
-                outer_step=n,
-                serial=n + 1,
-                hotkey=pair.ss58_address,
-                start=start,
-                codec="4-bit",
-                inner_steps=steps,
-                tokens=1,
-                pages=(0, 7),
-            )
-            path = tmp_path / f"{uid}.safetensors"
-            path.unlink(missing_ok=True)
-            layout = UpdateLayout.of(model.schema, header)
-            write_rows(path, layout, 0, 0, moved.view(layout.parts[0].rows, -1))
-            finish(path, layout, pair.sign)
-            found = judge.judge(
-                uid,
-                pair.ss58_address,
-                path,
-                Judged(n, [weights], 0.9),
-                serial=n + 1,
-                start=start,
-                modified=float(uid),
-                random_blocks=[10_000 + n],
-            )
-            accepted.append(found)
+            upload = trained_upload(model, weights, uid * 1_000_000 + n, steps, n)
+            norm, sample = judge._measure(upload)
+            one = Accepted(uid, f"{uid}", float(uid), upload, norm, sample, judging._NOT_JUDGED)
+            accepted.append(judge.measure(one, Judged(n, [weights], 0.9), [10_000 + n]))
         judged_count += len(accepted)
         harmful += sum(one.improvement < 0 for one in accepted)
         assert find_copies(accepted, earlier) == {}

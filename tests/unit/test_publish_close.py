@@ -14,7 +14,7 @@ from distributed_training.config import ConfigError
 from distributed_training.protocol import keys
 from distributed_training.store.errors import PreconditionError, StoreError
 from distributed_training.validator.global_state import GlobalStateError
-from distributed_training.validator.outer_steps import AnotherLeadsError, NextStep
+from distributed_training.validator.outer_steps import AnotherLeadsError
 from tests.tools.store_world import PERIOD, StoreMiner, StoreWorld, keypair
 from tests.tools.validator_world import one_thread  # noqa: F401
 
@@ -115,7 +115,7 @@ def test_of_one_outer_step_there_is_one_manifest(world: StoreWorld) -> None:
     """Also where the other leader came between a look at the state and its publication."""
     world.round()
     with pytest.raises(AnotherLeadsError, match="published by another process"):
-        world.validator.steps.publish(NextStep(world.manifest(1), b"another"))
+        world.validator.steps.publish(world.manifest(1), b"another")
 
 
 def test_a_bucket_that_was_emptied_does_not_begin_again(world: StoreWorld) -> None:
@@ -195,17 +195,6 @@ def test_manifests_that_no_state_names_are_gone_on_from(world: StoreWorld) -> No
     world.restarted()
     assert world.validator.state.outer_step == world.state.outer_step == 3
     assert world.state.head == world.manifest(3).digest
-
-
-def test_a_models_configuration_is_the_signed_one(world: StoreWorld) -> None:
-    world.round()
-    key = keys.outer_key(0, keys.CONFIG)
-    data, etag, modified = world.bucket.objects[key]
-    world.bucket.objects[key] = data.replace(b"{", b'{"rms_norm_eps": 0.1, ', 1), etag, modified
-    with pytest.raises(GlobalStateError, match="is not the signed one"):
-        world.restart(folder=world.folder / "empty")
-    world.restarted()  # its own disk has the signed one, and the store gets it again
-    assert world.bucket.objects[key][0] == data
 
 
 def test_uploads_since_the_newest_set_stay_however_few_are_kept(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_the_verdicts_that_were_signed_are_shown(
     first, *rows = capsys.readouterr().out.splitlines()
     assert first.startswith("outer step 2: 1 uploads merged, 1 refused; the next close is at 2027")
     assert rows == [
-        "uid 003: merged: +0.0100 nats a token, score 0.250",
+        "uid 003: merged: +0.0100 nats per token, score 0.250",
         "uid 007: refused (worse): a reason",
     ]
     assert command.main(["--network", file, "--uid", "7", "--json"]) == 0

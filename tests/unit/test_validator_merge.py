@@ -7,10 +7,8 @@ import math
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from functools import partial
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -35,14 +33,12 @@ from distributed_training.validator.merge import (
     OuterState,
     Rule,
     count_steps,
-    digest_of,
     find_spoilers,
     helpful,
     longest_norm,
     merge,
     merge_factors,
     norm_of,
-    subtract,
     whole_uploads,
 )
 from tests.tools.outer_steps import SCHEMA, drawn, header, hotkey_of, sign, write_file
@@ -148,46 +144,6 @@ def test_chunks_do_not_change_the_bits(tmp_path: Path, monkeypatch: pytest.Monke
     assert digests(tmp_path / "again") == whole
 
 
-def test_the_validators_weights_equal_the_members(tmp_path: Path) -> None:
-    states = merge_steps(tmp_path)
-    weights = list(states[0].weights)
-    for outer_step, after in enumerate(states[1:]):
-        weights = subtract(weights, open_update(tmp_path, outer_step))
-        assert digest_of(weights) == after.digests[0]
-    # Nothing was changed in place.
-    assert digest_of(states[0].weights) == digest_of(drawn(99))
-
-
-@settings(max_examples=12)
-@given(st.sampled_from([4, 3, 2]), st.integers(1, 4), st.floats(1e-6, 1e3), st.integers(0, 10**6))
-def test_nothing_is_lost_by_quantization(bits: int, steps: int, size: float, seed: int) -> None:
-    """The updates and the last residual add up to what the outer rule asked for."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        state = OuterState(drawn(seed))
-        asked = [torch.zeros(shape, dtype=torch.float64) for _, shape in SCHEMA]
-        momentum = [torch.zeros(shape, dtype=torch.float64) for _, shape in SCHEMA]
-        sent = [torch.zeros(shape, dtype=torch.float64) for _, shape in SCHEMA]
-        for step in range(steps):
-            upload = write_file(
-                folder / f"{step}.0", drawn(seed + step, size), header("upload", step)
-            )
-            layout = UpdateLayout.of(SCHEMA, header("update", step, codec=f"{bits}-bit"))
-            path = folder / f"{step}.update"
-            _, state = merge([upload], [1.0], state, RULE, path=path, layout=layout, sign=sign)
-            update = open_update(folder, step)
-            for i, (parameter, shape) in enumerate(SCHEMA):
-                mean = upload.decode(parameter, shape).double()
-                momentum[i] = RULE.mu * momentum[i] + mean
-                asked[i] += RULE.learning_rate * (RULE.mu * momentum[i] + mean)
-                sent[i] += update.decode(parameter, shape).double()
-        assert state.residual is not None
-        for i in range(len(SCHEMA)):
-            lost = asked[i] - sent[i] - state.residual[i].double()
-            # The roundings of float32, relative to the largest value.
-            assert float(lost.abs().max()) <= 1e-5 * steps * size
-
-
 def test_a_rule_with_the_network_s_own_step_gives_its_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,21 +212,6 @@ def test_a_rule_merges_the_members_rows(
     largest = 0
     assert once(tmp_path / "blocks").digests == found.digests
     assert largest <= 900
-
-
-def test_a_rule_does_not_get_an_upload_of_factor_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def two(rows: Tensor, facts: Sequence[UploadFacts]) -> Tensor:
-        assert list(facts) == [FACTS[0], FACTS[2]]
-        return rows[0] + rows[1]
-
-    monkeypatch.setitem(OUTER_RULES._made, "own", OuterRule(nesterov_sgd, merge=two))
-    layout = UpdateLayout.of(SCHEMA, header("update", 0))
-    merge(
-        uploads_in(tmp_path, 0), [1.0, 0.0, 1.0], OuterState(drawn(99)), Rule("own", 1.0, 0.0),
-        path=tmp_path / "update", layout=layout, sign=sign, facts=FACTS,
-    )  # fmt: skip
 
 
 def test_norm_is_that_of_all_values(tmp_path: Path) -> None:
@@ -521,23 +462,6 @@ def test_two_spoilers_are_found_where_the_bound_allows() -> None:
         _, passes = ask({one, two})
         found += find_spoilers(16, passes) == (one, two)  # type: ignore[arg-type]
     assert found == 120
-
-
-@given(st.integers(1, 64), st.lists(st.booleans(), min_size=200, max_size=200))
-def test_a_gate_that_answers_at_random_is_not_asked_for_ever(n: int, answers: list[bool]) -> None:
-    """The merge without the found uploads did pass."""
-    given, passed = iter(answers), list[Sequence[int]]()
-    asked = count()
-
-    def passes(some: Sequence[int]) -> bool:
-        next(asked)
-        if next(given):
-            passed.append(list(some))
-        return list(some) in passed
-
-    found = find_spoilers(n, passes)
-    assert next(asked) <= 2 * math.log2(n) + 2
-    assert found is None or [i for i in range(n) if i not in found] in passed
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import random
 import shutil
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Master
@@ -23,7 +20,6 @@ from distributed_training.training.outer_rule import OUTER_RULES, OuterRule, nes
 from distributed_training.validator.merge import OuterState, Rule
 from distributed_training.validator.replay import ChainBroken
 from tests.tools.outer_steps import (
-    CARRIED,
     MASTER,
     RUN_ID,
     SCHEMA,
@@ -93,14 +89,6 @@ def test_an_audit_repeats_the_merge_of_a_rule(
     assert "that its manifest does not name" in found.problems[0]
 
 
-def test_weights_need_no_uploads(published: tuple[Path, list[OuterState]], tmp_path: Path) -> None:
-    bucket, states = published
-    chain = open_chain(bucket, tmp_path)
-    found = chain.replay(chain.state(), 7, whole=False)
-    for ours, theirs in zip(found.weights, states[7].weights, strict=True):
-        assert torch.equal(ours, theirs)
-
-
 @pytest.mark.parametrize("to", [0, 3])
 def test_deleted_outer_step_cannot_be_replayed(
     published: tuple[Path, list[OuterState]], tmp_path: Path, to: int
@@ -115,17 +103,6 @@ def test_a_missing_upload_ends_a_replay_and_is_named(bucket: Path, tmp_path: Pat
     chain = open_chain(bucket, tmp_path)
     with pytest.raises(ChainBroken, match=r"^outer/9/uploads/5.safetensors is missing$"):
         chain.replay(chain.state())
-
-
-def test_a_recovery_keeps_the_momentum_where_an_upload_was_carried_over(
-    published: tuple[Path, list[OuterState]], tmp_path: Path
-) -> None:
-    """The carried upload is not in the bucket: nothing of it is needed."""
-    bucket, states = published
-    assert not (bucket / keys.merged_key(CARRIED[1], CARRIED[0])).exists()
-    found = open_chain(bucket, tmp_path).newest([4])
-    assert found is not None
-    assert found[0].outer_step == STEPS and found[1].digests == states[-1].digests
 
 
 def test_an_audit_of_sound_publications_finds_no_problem(
@@ -181,14 +158,15 @@ NEEDED = [
     *(keys.outer_key(step, keys.MANIFEST) for step in (0, 3, 10)),
     *(keys.outer_key(step, keys.UPDATE) for step in (5, 10)),
     *(keys.outer_key(8, name) for name in (keys.MODEL, keys.OUTER_STATE, keys.CONFIG)),
+    keys.merged_key(9, 5),
 ]
 
 
 @pytest.mark.parametrize("key", NEEDED)
 def test_a_missing_object_is_named(bucket: Path, tmp_path: Path, key: str) -> None:
     (bucket / key).unlink()
-    found = open_chain(bucket, tmp_path).audit()
-    assert found.problems[0] == f"{key} is missing"
+    found = open_chain(bucket, tmp_path).audit(keep_uploads=8)
+    assert found.problems[0].partition(", so")[0] == f"{key} is missing"
 
 
 @pytest.mark.parametrize(
@@ -291,59 +269,6 @@ RESIGNED: dict[str, Callable[[Manifest], dict[str, Any]]] = {
 }
 RULE = Rule("nesterov", 0.7, 0.9)
 FILE_VERSIONS = {"before": (1, 0, RULE), "rules": (2, 0, RULE), "later": (3, 99, RULE)}
-
-
-def tamper(bucket: Path, draw: st.DataObject) -> str:
-    """Change something in a bucket; return what."""
-    files = objects(bucket)
-    kind = draw.draw(st.sampled_from(["flip", "cut", "delete", "swap", "sign", "back", "uploads"]))
-    if kind in ("flip", "cut", "delete", "swap"):
-        path = bucket / draw.draw(st.sampled_from(files))
-        if kind == "flip":
-            flip(path, draw.draw(st.integers(0, 10**6)), draw.draw(st.integers(0, 7)))
-        elif kind == "cut":
-            path.write_bytes(
-                path.read_bytes()[: draw.draw(st.integers(0, path.stat().st_size - 1))]
-            )
-        elif kind == "delete":
-            path.unlink()
-        else:
-            other = bucket / draw.draw(st.sampled_from(files))
-            one, two = path.read_bytes(), other.read_bytes()
-            assume(one != two)
-            path.write_bytes(two)
-            other.write_bytes(one)
-        return f"{kind} {path}"
-    if kind == "sign":
-        name = draw.draw(st.sampled_from(sorted(RESIGNED)))
-        # The last one is followed by none, and the first ones have no more uploads to compare.
-        resign(bucket, draw.draw(st.integers(3, STEPS - 1)), RESIGNED[name])
-        return name
-    step = draw.draw(st.integers(1, STEPS))
-    if kind == "back":
-        master = Master(RUN_ID, MASTER, verify)
-        paths = [bucket / keys.outer_key(n, keys.MANIFEST) for n in range(step)]
-        chain = [Manifest.parse(path.read_bytes(), master) for path in paths]
-        at = [n for n in (4, 8) if n < step]
-        (bucket / keys.STATE).write_bytes(state_of(chain, at).to_bytes(sign))
-    else:
-        for n in range(step, STEPS + 1):
-            shutil.rmtree(bucket / "outer" / str(n) / "uploads", ignore_errors=True)
-    return f"{kind} {step}"
-
-
-@settings(max_examples=30, deadline=None)
-@given(draw=st.data())
-def test_an_audit_finds_whatever_was_changed(
-    published: tuple[Path, list[OuterState]], draw: st.DataObject
-) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        bucket = shutil.copytree(published[0], Path(folder) / "bucket")
-        what = tamper(bucket, draw)
-        chain = open_chain(bucket, Path(folder) / "audit")
-        found = chain.audit(keep_uploads=8, versions=FILE_VERSIONS)
-        assert found.problems, what
-        assert all("\n" not in line and len(line) < 400 for line in found.problems), what
 
 
 @pytest.mark.parametrize("name", [*RESIGNED, "another upload"])

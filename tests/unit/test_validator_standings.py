@@ -6,12 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from distributed_training.chain.base import Neuron
 from distributed_training.protocol.scoring import RESET, ScoreBoard, moving_average
 from distributed_training.scoring.evaluator import Comparison, Evaluation
-from distributed_training.training.model import initial_weights
 from distributed_training.validator.global_state import (
     GlobalStateError,
 )
@@ -121,9 +119,3 @@ def test_scores_stand_in_the_manifest_and_weights_are_set_by_them(tmp_path: Path
     world.tick()
     weights = world.events.of("weights")[-1]["weights"]
     assert weights == {str(uid): score for uid, score in manifest.scores.items() if score > 0}
-
-
-def test_the_initial_model_is_the_same_for_one_seed() -> None:
-    first, again = (initial_weights(MODEL_CONFIG, seed=7) for _ in range(2))
-    assert all(map(torch.equal, first, again))
-    assert not torch.equal(first[0], initial_weights(MODEL_CONFIG, seed=8)[0])

@@ -66,7 +66,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
 
 def _uploaded(folder: Path, **how: Any) -> StoreWorld:
     world = StoreWorld(folder, uids=UIDS, **how)
-    world.validator._patience = _PATIENCE
+    world.validator._patience, world.validator._look = _PATIENCE, closes.LOOK
     world.send()
     return world
 
