@@ -61,10 +61,10 @@ if TYPE_CHECKING:
 
 MASTER = "master"  # name of the master's wallet
 RUN_FILE = "run.toml"
-INVITATION = "invitation.txt"  # file of the invitation to the present rules
+INVITATION = "invitation.txt"  # file of the invitation to the present version
 REGISTRY_PORT = 8100  # port behind a proxy, or if no other is named
 PIDS = "programs.json"  # file with the programs that run, or ran last
-STORE = "store"  # name of the folder that the registry serves where --store is embedded
+STORE = "store"  # folder that the registry serves if --store is embedded
 _REGISTRY, _VALIDATOR = "registry", "validator"
 _PROGRAMS = {
     _REGISTRY: ("dt-network serve", "distributed_training.network_command serve"),
@@ -76,7 +76,7 @@ _EFFECT = {
 }
 _READY = timedelta(minutes=3)  # time until the registry is ready on a busy machine
 _SERVICES_STOP = timedelta(seconds=20)
-# Time for the validator to publish; pm2 and others wait 600 s for all.
+# Time for the validator to publish. pm2 and others wait 600 s for all programs.
 _VALIDATOR_STOPS = timedelta(seconds=540)
 # Pause after a final exit status.
 _FIRST_PAUSE, _LONGEST_PAUSE = timedelta(minutes=1), timedelta(hours=1)
@@ -109,7 +109,7 @@ class FounderPlan:
         store = _own_store(folder, config)
         if (url := config.chain.registry_url) is not None:
             words[_REGISTRY] = [*given, "--folder", str(folder / _REGISTRY)]
-            # Without a proxy in front members reach the registry itself.
+            # If no proxy is in front, members reach the registry itself.
             place = _place(url if config.chain.private else "")
             if urlsplit(url).scheme == "https":
                 words[_REGISTRY] += ["--proxy", "127.0.0.1"]
@@ -199,7 +199,7 @@ def _place(url: str) -> tuple[str, int]:
     host = parts.hostname or ""
     with suppress(ValueError):
         return str(ipaddress.ip_address(host)), parts.port or 80
-    return "0.0.0.0", parts.port or 80  # a name, which may lead to loopback on its own machine
+    return "0.0.0.0", parts.port or 80  # a name, which on its own machine may lead to loopback
 
 
 def _bracketed(host: str) -> str:
@@ -248,7 +248,7 @@ def check(plan: FounderPlan) -> Config:
 
 
 def say(text: str, program: str = "network") -> None:
-    with suppress(OSError):  # nobody reads the output any more, which must not end a child
+    with suppress(OSError):  # that nobody reads the output any more must not end a child
         print(f"{program:9} | {text}", flush=True)
 
 
@@ -336,7 +336,7 @@ class Running:
                         f"in {pause:.0f} s; at once: end this program and start it again"
                     )
                 elif now >= again:
-                    # No memory or process is left, so try again at the next look.
+                    # If no memory or process is left, try again at the next look.
                     with suppress(OSError):
                         again = 0.0
                         self.start(name)
@@ -377,7 +377,7 @@ def run(folder: Path, *, take_over: bool = False) -> int:
     plan = FounderPlan.of(folder)
     with StopSignals() as signals, sole_runner(plan, signals) as running:
         config = check(plan)
-        # Only at the first start: if two validators did this at each start, neither would stay.
+        # Only at the first start: two validators that always took over would end each other.
         running.once = ("--take-over",) if take_over else ()
         running.validators_stop = max(config.miner.stop_timeout, _VALIDATOR_STOPS)
         for name in plan.words:

@@ -67,9 +67,9 @@ EXCHANGE = "store"  # for a network whose founder names none
 SLOWEST_LINK = {"store": 20.0, "hivemind": 500.0}
 _CARRIED = ("data", "training", "round", "limits", "stop")
 _CARRIED_OF_MODEL = ("model.kind", "model.settings", "model.trainable")
-ADAPTERS = "adapters"  # folder of those that the network begins with, next to its file
-_SAMPLE = "sample/100BT"  # part of the usual dataset, which has its texts several times
-_MANY_WORDS = 32_000  # words of a tokenizer; with fewer, less can be learned and lost
+ADAPTERS = "adapters"  # folder of the adapters that the network begins with, next to its file
+_SAMPLE = "sample/100BT"  # part of the usual dataset; the whole has some texts several times
+_MANY_WORDS = 32_000  # words of a tokenizer; a loss on fewer words rises less
 
 
 def init(options: argparse.Namespace) -> None:
@@ -100,8 +100,8 @@ def init(options: argparse.Namespace) -> None:
     if options.lora:
         options.more = [*options.more, *adapter_rules(options.lora, options.model, base)]
     rules = rules_of(options)
-    # Before the folder is made: the source of the data may be away.
-    if rules["data"].get("own") is not True:  # without them nobody reads the files
+    # Do this before the folder is made, because the source of the data may be away.
+    if rules["data"].get("own") is not True:  # in a network on own text nobody reads these files
         pin_data(rules["data"], unpinned=options.unpinned)
     old = getattr(options, "of", None)
     held_out = choose_pages(rules["data"], beside=None if old is None else old.absolute().parent)
@@ -193,7 +193,7 @@ def succeed(options: argparse.Namespace) -> None:
 
     old = flatten(tree_of(read_text(options.of)))
     options.exchange = options.exchange or str(old.get("exchange"))
-    # Pinned again, as its members read them; the last is of earlier editions.
+    # The new network pins these again. data.rows_url is a key of earlier editions.
     own = {"data.source", "data.files", "tokenizer.files", "data.rows_url"}
     needless = needless_keys(options.exchange)
     carried = [
@@ -295,7 +295,7 @@ def _choose_schedule(rules: dict[str, Any], options: argparse.Namespace) -> None
         fits = replace(fits, learning_rate=fits.learning_rate / 10)
     training |= {k: v for k, v in asdict(fits).items() if f"training.{k}" not in given}
     if type(words) is int and 1 < words < _MANY_WORDS and "round.held_out_rise" not in given:
-        # The same share of all that can be learned, which is the logarithm of the words.
+        # Allow the same share of all that can be learned, which is the logarithm of the words.
         of_round["held_out_rise"] = round(0.25 * math.log(words) / math.log(_MANY_WORDS), 3)
     if options.exchange == "store" and "round.period" not in given:
         codec = of_round.get("codec", UPDATE_CODEC)
@@ -317,10 +317,10 @@ def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
         return
     link = link or SLOWEST_LINK[rules["exchange"]]
     grace = grace_seconds(parameters, codec, link, period=period)
-    # Compute with the whole margins, which a longer period has.
+    # Compute with the margins that a longer period would have.
     most = grace_seconds(parameters, codec, link, period=math.inf)
     if rules["exchange"] == "hivemind":
-        # The all-reduce comes when uploads are written.
+        # The all-reduce begins after the uploads are written.
         of_round.setdefault("average_after", f"{grace // 2}s")
         grace += average_seconds(parameters, link, period=period)
         most += average_seconds(parameters, link, period=math.inf)
@@ -394,12 +394,12 @@ def rules_of(options: argparse.Namespace) -> dict[str, Any]:
     data = rules["data"]
     as_built_in = data["source"] == "hub" and data["dataset"] == USUAL["data.dataset"]
     if "data.dataset" not in dict(options.more) and data["source"] != "hub":
-        # The dataset of the hub is not read then.
+        # Then nobody reads the dataset of the hub.
         data["dataset"] = str(data["source"]).partition(":")[0]
     if as_built_in and not {"folder", "revision", "rows"} & set(data):
         data["folder"] = _SAMPLE
-    # Values that were given count for the model too; a given number of parameters is compared with
-    # it.
+    # Given values go before those of the model, and check_model compares a given number of
+    # parameters with the model's.
     config = read_model(options.model, tokenizer=options.tokenizer)
     rules["model"] = {"config": config} | rules["model"]
     check_model(rules["model"], rules["training"].get("sequence_length"))

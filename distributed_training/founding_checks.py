@@ -27,8 +27,8 @@ from distributed_training.protocol.keys import ADAPTERS, FROZEN
 from distributed_training.protocol.metadata import with_rules
 from distributed_training.protocol.pages import HELD_OUT_PAGES
 
-_HELD_OUT_SHARE = 16  # in a small data set one of this many pages is held out
-_HUB_SECONDS = 10.0  # seconds for the question for a commit
+_HELD_OUT_SHARE = 16  # one in this many pages of a small data set is held out
+_HUB_SECONDS = 10.0  # seconds for the hub to name a commit
 _OF_HUB = (OSError, ValueError, httpx.HTTPError)  # errors; ValueError: the name is invalid
 # Files that are read from a model at the hub.
 _OF_BASE = ["*.json", "*.safetensors", "*.model", "*.txt"]
@@ -97,7 +97,7 @@ def choose_pages(data: dict[str, Any], *, beside: Path | None = None) -> dict[st
     # A value of another type is refused with the whole file.
     if data.get("selection") == 2 and type(rows) is type(of_a_page) is int and of_a_page > 0:
         share = rows // of_a_page // _HELD_OUT_SHARE
-        # Pages that judge nobody are for training, except for the one that the draw needs.
+        # With a file to judge by, only one page is held out, which the draw needs.
         share = 1 if pinned else min(HELD_OUT_PAGES, share)
         data.setdefault("held_out_pages", max(1, share))
     return kept
@@ -113,7 +113,7 @@ def _pin_file(named: str, column: str, kept: dict[str, bytes], beside: Path | No
     from distributed_training.data.page_source import PageUnavailable
 
     start = re.match(DOMAIN_NAME, named)
-    assert start is not None  # all of it may be missing
+    assert start is not None  # each part of the pattern is optional
     place, _, digest = named[start.end() :].partition("#")
     try:
         source = place
@@ -279,7 +279,7 @@ def check_model(model: dict[str, Any], length: Any) -> None:
 
     content = model["config"]
     try:
-        # Refuse sizes that fill the memory before the model is built.
+        # Refuse sizes that would fill the memory, before the model is built.
         ModelShape.from_config(_with_usual_names(content), 1)
         built: Any = build_meta_model(_of_table(model))
         blocks_of(built)

@@ -1,7 +1,7 @@
 """A network is a file: the rules that all its peers share, signed by its master hotkey.
 
-``network.toml`` names chain, model, tokenizer, data, training constants, round clock, store and
-bootstrap peers (docs/network-file.md). Comments and layout do not count: what counts is the digest
+``network.toml`` names chain, model, tokenizer, data, training constants, period and store
+(docs/network-file.md). Comments and layout do not count: what counts is the digest
 of the canonical form (protocol page, section 2). The run's id is the digest only of the keys of
 :func:`is_identity`, which no version changes; each version names the digest of the one before and
 the outer step from which it holds.
@@ -86,8 +86,8 @@ _REQUIRED = {
     "model.parameters", "tokenizer.name", "round.grace", "store.global_bucket",
 }  # fmt: skip
 _FIRST_TABLE = re.compile(r"^\s*\[", re.M)
-# A comment or a string of TOML. All but the first quote are optional, since a missing end must not
-# make the search begin again at each character.
+# A comment or a string of TOML. Only the first quote is required, because otherwise the search for
+# a string without an end would begin again at each character.
 _NO_KEY = re.compile(
     r'''\#[^\n]*+
     | """ (?:[^"\\] | \\. | "{1,2}+(?!"))*+ "{0,5}+  |  "(?:[^"\\\n] | \\.)*+"?+
@@ -103,7 +103,7 @@ class NetworkFileError(ValueError):
     """A network's file that is refused: the cause, and what to do."""
 
     def __init__(self, cause: str, remedy: str) -> None:
-        super().__init__(f"{cause:.{_MOST_SHOWN}}")  # the cause may repeat the file, so cut it
+        super().__init__(f"{cause:.{_MOST_SHOWN}}")  # cut it, because it may repeat the file
         self.remedy = f"{remedy:.{_MOST_SHOWN}}"
 
 
@@ -118,7 +118,7 @@ _Word = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 _Count = Annotated[int, Field(ge=1, le=10**13)]
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Patterns = Annotated[list[str], Field(min_length=1, max_length=1000)]
-# The first sign is no dash, which pip would read as an option.
+# The first character is no dash, because pip would read an option.
 _Software = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._~:/@+=%#,\[\]-]{0,299}$")]
 
 
@@ -182,7 +182,7 @@ class Network:
     place: str  # path or URL
     head: Head
     digest: str
-    built_in: bool  # it came with the program
+    built_in: bool  # True if the file came with the program
     values: Mapping[str, Any]
     text: str = field(repr=False)  # the content of the file
 
@@ -388,7 +388,7 @@ def parse(text: str, *, place: str, keys: Collection[str]) -> Network:
             raise NetworkFileError("it is not signed", "ask the founder for the signed file")
         try:
             valid = verify(_message(head.format, digest), bytes.fromhex(head.signature[2:]), hotkey)
-        except ValueError:  # chain.master_hotkey is none
+        except ValueError:  # chain.master_hotkey is no hotkey
             valid = False
         if not valid:
             raise NetworkFileError(
@@ -472,7 +472,7 @@ def without_blocks(text: str) -> str:
         changed = text[: first.start()] + line + lines.sub("", text[first.end() :])
         if flatten(tree_of(changed)).get("round.period") == period:
             return changed
-    return text  # inside of an inline table, which is read as it is
+    return text  # the keys are in an inline table, which parse() reads as it is
 
 
 def _refuse_data(flat: Mapping[str, Any]) -> None:
@@ -527,7 +527,7 @@ def is_identity(key: str) -> bool:
 
 def digest_of(flat: Mapping[str, Any]) -> str:
     """Return the SHA-256 of the canonical form, in hex (protocol page, section 2)."""
-    # It cannot sign itself.
+    # A signature cannot cover itself.
     rules = {key: value for key, value in flat.items() if key != "signature"}
     try:
         form = json.dumps(rules, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -605,7 +605,7 @@ def _refuse_pages(flat: Mapping[str, Any]) -> None:
             "add data.rows",
         )
     if not all(type(number) is int and number > 0 for number in (rows, of_a_page, held_out)):
-        return  # refused with its own line
+        return  # parse() refuses the value itself
     if (pages := rows // of_a_page) <= held_out:
         raise NetworkFileError(
             f"data.rows makes {pages} pages of {of_a_page} rows and data.held_out_pages is "
@@ -621,7 +621,7 @@ def read_text(path: Path) -> str:
     """Return the text of a file that belongs to a network. Raises NetworkFileError."""
     try:
         with open_at_once(path) as file:
-            # None comes from a pipe that nobody writes to.
+            # A read returns None for a pipe that nobody writes to.
             data = file.read(LARGEST_FILE + 1) or b""
     except OSError as error:
         raise NetworkFileError(

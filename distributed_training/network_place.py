@@ -101,7 +101,7 @@ def read_network(
             is_one = "format" in tree_of(text)
         except NetworkFileError:
             is_one = False
-        if not is_one:  # a page for maintenance, or of a proxy
+        if not is_one:  # such as a page for maintenance, or of a proxy
             raise NetworkAway(f"what {place} answers is no network's file")
         found = parse(text, place=place, keys=keys)
         if pinned not in ("", found.digest) and not _descends(found, pinned, place, keys):
@@ -148,7 +148,7 @@ def _descends(found: Network, pinned: str, place: str, keys: Collection[str]) ->
             version = parse(text, place=url, keys=keys)
         except NetworkFileError:
             return False
-        # Another founder's file could name any version, also that of an invitation.
+        # Another founder's file could name any version as the one before, also the invitation's.
         same = version.values["run_id"] == found.values["run_id"]
         if not same or f"sha256:{version.digest}" != before:
             return False
@@ -209,10 +209,10 @@ async def download(url: str, *, most: int = LARGEST_FILE, seconds: float | None 
             try:
                 place = urljoin(place, location)
                 parts = urlsplit(place)
-            except ValueError:  # httpx takes some of those for names
+            except ValueError:  # httpx would take some of these for names
                 raise NetworkAway(f"{url} leads to {location!r:.200}, which is no URL") from None
             shown = repr(place)[1:201]
-            # Demand https: the signature tells who wrote the file, not that it is today's.
+            # Demand https, because the signature does not say that the file is the newest.
             if parts.scheme != "https" or "@" in parts.netloc or not parts.hostname:
                 raise NetworkAway(f"{url} leads to {shown}, which anybody on the way writes")
             # Check this before anything is asked: a redirect of the founder's web site could make
@@ -241,7 +241,7 @@ def certificates() -> ssl.SSLContext:
 
     try:
         return httpx.create_ssl_context()
-    except OSError as error:  # ssl's errors too
+    except OSError as error:  # errors of ssl are OSErrors too
         raise NetworkFileError(
             f"the certificates of SSL_CERT_FILE or SSL_CERT_DIR cannot be read ({error.strerror})",
             "correct that variable, or unset it",

@@ -107,7 +107,7 @@ def check_as_member(settings: StoreSettings, chain: Chain, hotkey: str, bucket: 
         commitment = commitment_text(settings)
         try:
             shown = chain.commitment(hotkey)
-        except ChainError:  # only the members have been read so far
+        except ChainError:  # only the members were read so far, and no commitments
             shown = None
         if shown != commitment:
             raise
@@ -259,8 +259,8 @@ class PeerBuckets:
         except CommitmentError as error:
             raise NoBucket(f"hotkey {hotkey}: {error}") from None
         known = self._known.get(bucket)
-        # Other credentials mean that the owner has moved, and the old client would read the bucket
-        # that was left.
+        # New credentials mean that the owner has another bucket, and the old client would read the
+        # one that the owner has left.
         if known is not None and known[0] == credentials:
             return known[1]
         try:

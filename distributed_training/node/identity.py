@@ -30,7 +30,7 @@ from distributed_training.store.errors import StoreError
 
 log = logging.getLogger(__name__)
 
-STATE_FILE = "chain.json"  # in the run folder
+STATE_FILE = "chain.json"  # file in the run folder
 #: Pauses between two tries to write: a chain limits how often a hotkey writes, and refuses earlier
 #: tries.
 _FIRST, _LONGEST = timedelta(seconds=2), timedelta(minutes=10)
@@ -38,7 +38,7 @@ SOON = timedelta(seconds=30)  # time for the chain to answer if a kept state wou
 
 _UNREGISTERED = {
     "miner": "so nobody would score or pay this miner",
-    "validator": "so it can neither call miners nor set weights",
+    "validator": "so it can lead no round",
 }
 
 
@@ -49,7 +49,8 @@ class Member:
     wallet: Wallet
     chain: Chain
     uid: int
-    # For the threads that write to the chain: one writes at a time, and only the last endpoint.
+    # For the threads that write to the chain: only one writes at a time, and only the newest
+    # endpoint is written.
     writing: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     announced: list[tuple[str, int]] = field(default_factory=list, repr=False, compare=False)
 
