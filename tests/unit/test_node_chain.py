@@ -17,7 +17,6 @@ from distributed_training.chain.base import ChainError, ChainState, Neuron
 from distributed_training.common.files import read_json_object
 from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, ConfigError
-from distributed_training.config.settings import ChainSettings, MinerSettings
 from distributed_training.node import identity as node_chain
 from distributed_training.node.start import NetworkFailure, NotRegistered
 from distributed_training.registry.store import hash_of
@@ -41,12 +40,11 @@ def test_a_uid_that_the_networks_file_does_not_have_is_refused(
     chain = MemoryChain(hotkey=MINER.ss58, ledger=ledger)
     monkeypatch.setattr(node_chain, "load_wallet", lambda settings: MINER)
     monkeypatch.setattr(node_chain, "follow_chain", lambda *_, **named: chain)
-    config: Any = SimpleNamespace(chain=ChainSettings(), kind="miner", miner=MinerSettings())
     with (
         pytest.raises(ConfigError, match=r"uid 256 and .* below 256 \(limits.max_uids"),
         ExitStack() as stack,
     ):
-        node_chain.join_subnet(config, stack)
+        node_chain.join_subnet(config_of(), stack)
 
 
 class Kept:
