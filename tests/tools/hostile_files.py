@@ -155,7 +155,7 @@ _STANDINGS = {
 _REGISTRY = {
     **{"registry": f"net/{'0' * 8}/{'5' * 48}", "start": "ab", "version": 3},
     **{"time": 1.5},
-    "rows": [[3, {"uid": 3, "hotkey": "5F", "ip": "1.2.3.4", "port": 8091}, "x"], [4, None, None]],
+    "rows": [[3, {"uid": 3, "hotkey": "5F", "ip": "1.2.3.4", "port": 8091}, "x"]],
 }
 
 #: Files as unknown senders, a crash or a bad disk may leave them.
