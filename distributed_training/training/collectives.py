@@ -366,11 +366,6 @@ def queued(device: torch.device) -> torch.cuda.Event | None:
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
-def on_host(tensor: Tensor) -> Tensor:
-    """Return the values in host memory: ``tensor`` itself if it lies there."""
-    return tensor if tensor.device.type == "cpu" else to_host([tensor])[0]
-
-
 _LOWER = 5  # added to the niceness of a thread that writes
 
 

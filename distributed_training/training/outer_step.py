@@ -49,7 +49,7 @@ from distributed_training.protocol.update_file import (
     write_rows,
 )
 
-from .collectives import ParameterShard, RowStream, enter_thread, on_host, to_host
+from .collectives import ParameterShard, RowStream, enter_thread, to_host
 from .copies import BackgroundWrite, BoundaryCopies
 from .outer_rule import OuterRule
 from .sharding import read_rows
@@ -345,7 +345,7 @@ class OuterStep:
         self._stream.raise_if_any(problem, OuterStepError)
         # This takes a new tensor for each parameter, so a single rank may run out of memory.
         present = self._stream.run_on_all(
-            lambda: [on_host(s.local) - b for s, b in zip(self._shards, base, strict=True)],
+            lambda: [now.sub_(b) for now, b in zip(self.current(), base, strict=True)],
             OuterStepError,
         )
         kept = update.base is Base.KEPT

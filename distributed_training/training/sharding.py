@@ -413,19 +413,14 @@ def load_file(
     # nothing.
     stream.raise_if_any(error, ValueError)
     with safe_open(path, "pt") if layout.on_node_0 else nullcontext() as opened:
-        _copy(shards, opened, stream)
-
-
-def _copy(shards: Sequence[ParameterShard], file: Any, stream: RowStream) -> None:
-    """Copy each shard's rows from ``file``: open on node 0, None elsewhere."""
-    for shard in shards:
-        # safetensors refuses the empty slice of a rank that has no rows.
-        if file is None or shard.start == shard.stop:
-            rows = shard.empty_rows()
-        else:
-            rows = read_rows(file, shard.name, shard).float()
-        stream.replicate(rows)
-        shard.local.copy_(rows)
+        for shard in shards:
+            # safetensors refuses the empty slice of a rank that has no rows.
+            if opened is None or shard.start == shard.stop:
+                rows = shard.empty_rows()
+            else:
+                rows = read_rows(opened, shard.name, shard).float()
+            stream.replicate(rows)
+            shard.local.copy_(rows)
 
 
 def read_rows(file: Any, name: str, shard: ParameterShard) -> Tensor:

@@ -6,13 +6,11 @@ import dataclasses
 import math
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -21,7 +19,12 @@ from distributed_training.common.llama import local_llama_config, named_config
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
 from distributed_training.training import sharding, weights
-from distributed_training.training.collectives import ParameterShard, row_range
+from distributed_training.training.collectives import (
+    Layout,
+    ParameterShard,
+    open_stream,
+    row_range,
+)
 from distributed_training.training.inner_optimizer import Schedule
 from distributed_training.training.memory_plan import compute_dtype, plan_batch, plan_memory
 from distributed_training.training.model import (
@@ -53,9 +56,8 @@ def test_a_rank_without_rows_of_a_parameter_loads_weights_too(tmp_path: Path) ->
         Rows("w", (5, 3), a, b, dtensor=torch.zeros(b - a, 3))
         for a, b in ((0, 4), (4, 5), (5, 5))  # the last of three ranks has none
     ]
-    stream: Any = SimpleNamespace(replicate=lambda rows: None)
-    with safe_open(tmp_path / "w.safetensors", "pt") as file:
-        sharding._copy(shards, file, stream)
+    for shard in shards:
+        sharding.load_file([shard], tmp_path / "w.safetensors", open_stream(Layout()))
     assert torch.equal(torch.cat([shard.local for shard in shards]), whole)
 
 
