@@ -117,7 +117,7 @@ class EventLog:
     def _open(self) -> int:
         file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = os.fstat(file).st_size
-        # Half a line of a killed process would swallow the next one.
+        # The half line of a process that was killed would join the next line.
         if size and os.pread(file, 1, size - 1) != b"\n":
             os.write(file, b"\n")
         return file

@@ -197,7 +197,7 @@ class Notifier:
         crash, troubles = self._file.state.last_crash, self._book.troubles
         if crash.at in (0.0, self._book.crash):
             return ""
-        # A clock that was set back makes it one of the future, before which all steps are.
+        # After a clock was set back, the crash lies in the future, and each step before it.
         seen, at = self._crash_at
         at = min(at if seen == crash else crash.at, now)
         self._crash_at = crash, at
@@ -282,7 +282,7 @@ class Notifier:
         kept = read_state(self._folder / NOTIFY_FILE, Book, lost=lost)
         self._loaded, early = True, self._book.troubles
         if kept is None:
-            # A crash before there was somebody to tell it is no news.
+            # A crash before the first start with a webhook is not reported.
             self._book.crash = self._file.state.last_crash.at
             return
         self._book = kept

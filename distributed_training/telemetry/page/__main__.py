@@ -89,8 +89,8 @@ class History:
         if asked - at < _FRESH_SECONDS:
             return known
         found = [row for each in self.neurons if (row := self._read(each, shown, now)) is not None]
-        # json.dumps writes half of a surrogate pair, which UTF-8 has not: one in the text of a
-        # peer's error would leave the page empty for as long as the event is among the last.
+        # json.dumps escapes half of a surrogate pair, which UTF-8 cannot encode. Otherwise such a
+        # half in a peer's error would leave the page empty while its event is among the last.
         content = json.dumps({"now": now, "faults": _FAULTS, "neurons": found}).encode()
         self._answers[shown] = asked, content
         return content
