@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -130,20 +130,18 @@ class ApartSubnet(LocalSubnet):
     def _start_neuron(self, neuron: LocalNeuron) -> None:
         """Start it at its place; the validator, which is the first, when all can be reached."""
         place = self._made[0]
-        if neuron.plan.kind == "validator":
+        if neuron is self.validator:
             self._open_ways()
         else:
             place = self._made[1 + self.miners.index(neuron)]
-        if self.options.exchange == "hivemind":
-            address = ("--dht.ip", place.address)
-            neuron.child.command += address
+            if self.options.exchange == "hivemind":
+                neuron.command += ("--dht.ip", place.address)
         with place.inside():
             super()._start_neuron(neuron)
 
     def _open_ways(self) -> None:
         """Lead what members send to store and registry to the founder's machine."""
-        assert self.services is not None
-        urls = (self.services.store.endpoint, self.services.chain_endpoint)
+        urls = (self.store.endpoint, self.chain_endpoint)
         served = [url.rpartition(":")[2] for url in urls]
         founder, *others = self._made
         ports = ", ".join(served)
@@ -240,6 +238,8 @@ def measure(
     )
     os.environ["PACED_STEP"] = str(_STEP)
     with machines([(up, down)] * MINERS) as made, made[0].inside():
+        if exchange == "hivemind":
+            options = replace(options, validator_flags=("--dht.ip", made[0].address))
         counted: dict[str, list[Count]] = {}
         by_step: dict[int, tuple[int, int]] = {}  # validator's when the first miner took the step
         killed = itertools.count()
@@ -250,17 +250,17 @@ def measure(
             trained = all(miner.state.losses for miner in subnet.miners)
             if trained and time.monotonic() > next_kill:
                 number = next(killed) % MINERS
-                print(f"kill -9 {subnet.miners[number].plan.name}", flush=True)
+                print(f"kill -9 {subnet.miners[number].name}", flush=True)
                 subnet.kill_miner(number)
                 subnet.restart_miner(number)
                 next_kill = time.monotonic() + kill_every
             for miner in subnet.miners:
-                seen, taken = counted.setdefault(miner.plan.name, []), miner.state.outer_steps
+                seen, taken = counted.setdefault(miner.name, []), miner.state.outer_steps
                 if not taken or (seen and seen[-1].outer_step == taken[-1][0]):
                     continue
                 step, at = taken[-1]
-                assert miner.child.pid is not None
-                seen.append(Count(step, at, *counters(miner.child.pid)))
+                assert miner.pid is not None
+                seen.append(Count(step, at, *counters(miner.pid)))
                 by_step.setdefault(step, validators_bytes(made[0]))
             return all(seen and seen[-1].outer_step >= last for seen in counted.values())
 
@@ -275,8 +275,7 @@ def measure(
 
 def _sources(subnet: LocalSubnet, last: int) -> Iterator[str]:
     """Yield what each update after ``FIRST`` follows from, as its manifest says."""
-    assert subnet.services is not None
-    with contextlib.closing(subnet.services.open_bucket(subnet.validator.plan)) as bucket:
+    with contextlib.closing(subnet.open_bucket()) as bucket:
         for step in range(FIRST + 1, last + 1):
             data = bucket.get(keys.outer_key(step, keys.MANIFEST), limit=Manifest.most_bytes)
             averaging = json.loads(data or "{}").get("averaging") or {"source": "merge", "why": ""}
@@ -311,11 +310,11 @@ def _found(
     found, lengths = Found(sources=sources), []
     trained: list[tuple[int, int]] = []  # outer step, tokens
     for miner in subnet.miners:
-        seen = [count for count in counted[miner.plan.name] if count.outer_step >= FIRST]
-        events = list(read_events(miner.plan.events))
+        seen = [count for count in counted[miner.name] if count.outer_step >= FIRST]
+        events = list(read_events(miner.folder / "events.jsonl"))
         trained += [(e["outer_step"], e["tokens"]) for e in events if e["kind"] == "step"]
         if len(seen) < 2:
-            print(f"{miner.plan.name} took {len(seen)} outer steps: it is left out", flush=True)
+            print(f"{miner.name} took {len(seen)} outer steps: it is left out", flush=True)
             continue
         first, final = seen[0], seen[-1]
         wall = final.at - first.at
@@ -344,7 +343,7 @@ def _found(
             for values in (found.members[-1].sent, found.members[-1].received)
         )
         print(
-            f"{miner.plan.name}: {len(steps)} inner steps, median {median:.2f} s, held {held:.1f} "
+            f"{miner.name}: {len(steps)} inner steps, median {median:.2f} s, held {held:.1f} "
             f"of {wall:.0f} s, sent {sent}, received {received}",
             flush=True,
         )

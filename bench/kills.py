@@ -78,7 +78,7 @@ _LOOK = 0.02  # seconds
 
 def processes_of(miner: LocalNeuron) -> dict[str, list[psutil.Process]]:
     """The running processes of a miner by kind."""
-    launcher = launcher_of(miner.plan.folder)
+    launcher = launcher_of(miner.folder)
     found: dict[str, list[psutil.Process]] = {}
     for process in tree_of(launcher.pid) if launcher and launcher.find() else []:
         with contextlib.suppress(psutil.Error):
@@ -87,7 +87,7 @@ def processes_of(miner: LocalNeuron) -> dict[str, list[psutil.Process]]:
             own = "launcher" if launcher and process.pid == launcher.pid else ""
             if kind := own or (kinds[0] if kinds else ""):
                 found.setdefault(kind, []).append(process)
-    if 0 not in listening_ranks(miner.plan.folder):
+    if 0 not in listening_ranks(miner.folder):
         found.pop("rank", None)  # they do not listen yet
     return found
 
@@ -122,7 +122,7 @@ def follow_up(kill: Kill) -> None:
     """Fill in what its miner's log and events say of it."""
     first = first_step(kill.miner, kill.at, restarted=kill.kind in ENDS_RANKS)
     kill.step_after = first - kill.at if first is not None else None
-    for at, line in _lines(kill.miner.child.log):
+    for at, line in _lines(kill.miner.log):
         words = TOLD.get(kill.kind)
         if at >= kill.at - 0.001 and words and re.search(words, line):
             kill.told, kill.told_after = line, at - kill.at
@@ -134,7 +134,7 @@ def first_step(miner: LocalNeuron, since: float, *, restarted: bool) -> float | 
     ``restarted`` the first after the ranks' next start. Times are those of ``time.time()``."""
 
     def first(kind: str, after: float) -> float | None:
-        times = (event["time"] for event in read_events(miner.plan.events, kind))
+        times = (event["time"] for event in read_events(miner.folder / "events.jsonl", kind))
         return next((time for time in times if time > after), None)
 
     start = first("start", since) if restarted else since
@@ -205,17 +205,19 @@ class Watch:
         """Return whether an upload is written that has not been sent."""
         kinds = ("start", "upload", "publication")
         at = {
-            e["kind"]: e["time"] for e in read_events(self.miner.plan.events) if e["kind"] in kinds
+            e["kind"]: e["time"]
+            for e in read_events(self.miner.folder / "events.jsonl")
+            if e["kind"] in kinds
         }
         return max(at, key=lambda kind: at[kind], default="") == "upload"
 
     def _complete(self, folder: Path, name: str) -> bool:
-        ranks = range(self.miner.plan.world_size)
+        ranks = range(self.miner.world_size)
         return all((folder / name.format(rank)).exists() for rank in ranks)
 
     def _checkpointed(self, outer_step: int) -> bool:
         """Return whether a complete checkpoint of that outer step is there."""
-        for folder in (self.miner.plan.folder / "checkpoints").glob("checkpoint-*"):
+        for folder in (self.miner.folder / "checkpoints").glob("checkpoint-*"):
             manifest = read_json_object(folder / "rank-0.json")
             if not manifest or not self._complete(folder, "rank-{}.json"):
                 continue
@@ -251,7 +253,7 @@ GROWTH = {
 def usage(miner: LocalNeuron) -> dict[str, float]:
     """Return what a miner has now of what :data:`GROWTH` names."""
     found = dict.fromkeys(GROWTH, 0.0)
-    found["files"] = sum(path.is_file() for path in miner.plan.folder.rglob("*"))
+    found["files"] = sum(path.is_file() for path in miner.folder.rglob("*"))
     for process in (p for of_kind in processes_of(miner).values() for p in of_kind):
         with contextlib.suppress(psutil.Error):
             found["megabytes"] += process.memory_full_info().pss / 1e6
@@ -267,7 +269,7 @@ def clean_round(subnet: LocalSubnet, longest: timedelta = ROUND) -> int:
     Raises SubnetFailure if there is none within ``longest``.
     """
     first = subnet.validator.state.outer_step + 1
-    names = {neuron.plan.name for neuron in subnet.neurons}
+    names = {neuron.name for neuron in subnet.neurons}
 
     def reached() -> int:
         steps = [step for step, _ in subnet.validator.state.outer_steps if step >= first]
@@ -327,10 +329,10 @@ def run(
     there: list[psutil.Process] = []
     with mock.patch.dict(os.environ, TMPDIR=str(temporary)), subnet:
         clean_round(subnet)
-        outcome.before = {m.plan.name: usage(m) for m in subnet.miners}
+        outcome.before = {m.name: usage(m) for m in subnet.miners}
         outcome.kills = kill_in_phases(subnet, cells, seed=seed)
         step = clean_round(subnet)
-        outcome.after = {m.plan.name: usage(m) for m in subnet.miners}
+        outcome.after = {m.name: usage(m) for m in subnet.miners}
         there += subnet.processes()
         reached = [m.state.outer_step for m in subnet.miners]
     for kind, phase in set(cells) - {(kill.kind, kill.phase) for kill in outcome.kills}:
@@ -366,7 +368,7 @@ def show(outcome: Outcome) -> None:
     titles = ("miner", "killed", "phase", "told s", "next step s", "rounds", "said")
     rows = [
         (
-            *(kill.miner.plan.name, f"{kill.kind} ({kill.pid})", kill.phase),
+            *(kill.miner.name, f"{kill.kind} ({kill.pid})", kill.phase),
             *(seconds(kill.told_after), seconds(kill.step_after)),
             *("" if kill.rounds is None else kill.rounds, kill.told[:80]),
         )

@@ -54,7 +54,7 @@ def judged_seconds(validator: LocalNeuron) -> list[float]:
     """Return how long the validator judged each upload, without its transfer."""
     began: dict[tuple[int, str], float] = {}
     found = []
-    for event in read_events(validator.plan.events):
+    for event in read_events(validator.folder / "events.jsonl"):
         key = (event.get("uid", -1), event.get("revision", ""))
         if event["kind"] == "upload_seen":
             began[key] = event["time"]
@@ -70,7 +70,7 @@ def gpu_bytes(neuron: LocalNeuron) -> int:
         listed = subprocess.run(ask, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return 0
-    own = {process.pid for process in tree_of(neuron.child.pid or 0)}
+    own = {process.pid for process in tree_of(neuron.pid or 0)}
     used = [line.split(",") for line in listed.splitlines() if "," in line]
     return sum(int(size) << 20 for pid, size in used if int(pid) in own)
 
@@ -85,7 +85,7 @@ def member_row(miner: LocalNeuron) -> tuple[str, str, str, str]:
     held = sum(step.between_seconds or 0.0 for step in counted)
     share = len(counted) * median / (last - first)
     return (
-        miner.plan.name,
+        miner.name,
         f"{median:.2f} s",
         f"{share:.1%} of a lone member's steps",
         f"held {held / max(1, taken):.1f} s per outer step",
@@ -97,12 +97,10 @@ def audit(subnet: LocalSubnet, folder: Path) -> str:
 
     Raises RuntimeError if something does not fit.
     """
-    services = subnet.services
-    assert services is not None
-    words = ["--network", str(services.network)]
+    words = ["--network", str(subnet.network)]
     config = load_config("validator", words, check=False, dotenv=None)
     master = Master(config.swarm.run_id, config.miner.master_ss58_address, verify)
-    with contextlib.closing(services.open_bucket(subnet.validator.plan)) as bucket:
+    with contextlib.closing(subnet.open_bucket()) as bucket:
         schema = parameter_schema(subnet.options.rules["model.config"])
         began = time.monotonic()
         found = ManifestChain(BucketReader(bucket), schema, folder, master).audit()
@@ -126,7 +124,7 @@ def measure(subnet: LocalSubnet, folder: Path, outer_steps: int) -> Iterator[tup
             looked = time.monotonic()
             for neuron in subnet.neurons:
                 used = proportional_bytes(neuron), gpu_bytes(neuron)
-                memory.setdefault(neuron.plan.name, []).append(used)
+                memory.setdefault(neuron.name, []).append(used)
         return all(
             miner.state.outer_steps and miner.state.outer_steps[-1][0] >= outer_steps
             for miner in subnet.miners

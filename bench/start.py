@@ -46,7 +46,7 @@ def import_seconds() -> float:
 
 def proportional_bytes(miner: LocalNeuron) -> int:
     total = 0
-    for process in tree_of(miner.child.pid or 0):
+    for process in tree_of(miner.pid or 0):
         with contextlib.suppress(psutil.Error):  # gone meanwhile
             total += process.memory_full_info().pss
     return total
@@ -63,12 +63,12 @@ def next_step_after(subnet: LocalSubnet, miner: LocalNeuron, began: float) -> fl
 
 
 def kill_rank_zero(subnet: LocalSubnet, miner: LocalNeuron) -> float:
-    pid = listening_ranks(miner.plan.folder)[0].pid
+    pid = listening_ranks(miner.folder)[0].pid
     began = time.time()
     os.kill(pid, 9)
 
     def another() -> bool:
-        rank = listening_ranks(miner.plan.folder).get(0)
+        rank = listening_ranks(miner.folder).get(0)
         return rank is not None and rank.pid != pid
 
     subnet.wait_until(another, LONGEST, "another rank 0")
@@ -84,9 +84,8 @@ def kill_miner(subnet: LocalSubnet, miner: LocalNeuron) -> float:
 
 def doctor_seconds(subnet: LocalSubnet, miner: LocalNeuron) -> float:
     """Time the doctor of a miner that trains meanwhile, without its measurement of a step."""
-    assert subnet.services is not None
-    words = ["doctor", *subnet.services.flags(miner.plan)]
-    environment = {**os.environ, **subnet.services.environment(miner.plan)}
+    words = ["doctor", *miner.flags, *subnet.options.miner_flags]
+    environment = {**os.environ, **miner.environment}
     began = time.monotonic()
     command = [sys.executable, "-m", "distributed_training", *words]
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
@@ -109,7 +108,7 @@ def main() -> int:
         with subnet:
             miner = subnet.miners[0]
             subnet.wait_until(lambda: bool(miner.state.losses), LONGEST, "the first inner step")
-            first = next(read_events(miner.plan.events, "step"))["time"]
+            first = next(read_events(miner.folder / "events.jsonl", "step"))["time"]
             subnet.wait_until(lambda: len(miner.state.losses) >= 5, LONGEST, "five inner steps")
             memory = proportional_bytes(miner)
             doctor = doctor_seconds(subnet, miner)

@@ -266,6 +266,7 @@ class Running:
     validators_stop: timedelta = _VALIDATOR_STOPS
     programs: dict[str, Program] = field(default_factory=dict)
     once: tuple[str, ...] = ()  # words of the validator's first start only
+    script: Path | None = None  # another validator's program
     #: Gets each line, and the name of the program if that printed it.
     tell: Callable[..., None] = say
 
@@ -280,13 +281,15 @@ class Running:
 
         signs = self.plan.signs if name == _REGISTRY else ()
         own, once = without_secrets(os.environ, keep=signs), tuple[str, ...]()
+        command = ["-m", *_PROGRAMS[name][1].split()]
         if name == _VALIDATOR:
             own = {**self.plan.environ}
             once, self.once = self.once, ()
+            command = [str(self.script)] if self.script else command
         path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
         program = Program(
             f"The {name}",
-            [sys.executable, "-m", *_PROGRAMS[name][1].split(), *self.plan.words[name], *once],
+            [sys.executable, *command, *self.plan.words[name], *once],
             environment={**own, **path},
             effect=_EFFECT[name],
             begin=lambda: self._remember(program),
@@ -366,11 +369,11 @@ class Running:
             self.tell(f"had to be ended: {left}")
 
 
-def run(folder: Path, *, take_over: bool = False) -> int:
+def run(folder: Path, *, take_over: bool = False, script: Path | None = None) -> int:
     """Run the network of ``folder`` until SIGTERM or Ctrl-C; return the exit status.
 
-    ``take_over``: its validator leads at once, although another may. Call it in the main thread.
-    Raises ConfigError before anything is started.
+    ``take_over``: its validator leads at once, although another may. ``script``: another
+    validator's program. Call it in the main thread. Raises ConfigError before anything is started.
     """
     from distributed_training.node.start import StopSignals
 
@@ -379,12 +382,14 @@ def run(folder: Path, *, take_over: bool = False) -> int:
         config = check(plan)
         # Only at the first start: two validators that always took over would end each other.
         running.once = ("--take-over",) if take_over else ()
+        running.script = script
         running.validators_stop = max(config.miner.stop_timeout, _VALIDATOR_STOPS)
         for name in plan.words:
             if not running.start(name):
                 return _why_not(running, name)
-            if name == _REGISTRY:
-                _invite(plan, config.network)
+        # The validator loads its programs meanwhile.
+        if _REGISTRY in plan.words:
+            _invite(plan, config.network)
         return running.follow()
 
 

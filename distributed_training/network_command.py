@@ -150,6 +150,7 @@ def build_parser() -> Parser:
     add("--print", action="store_true", help="print the commands and start nothing")
     takes = "lead the network at once, although another validator may: that one stops"
     add("--take-over", action="store_true", help=takes)
+    add("--validator-script", type=path, metavar="FILE", help="another validator's program")
     add = command("try", _try, "run a script that calls join() as all members of a network here")
     _add_try_options(add)
     _add_rules(made[-1], source="stdlib")
@@ -234,7 +235,8 @@ def _run(options: argparse.Namespace) -> int:
     from distributed_training import founder
 
     if not options.print:
-        return founder.run(options.folder, take_over=options.take_over)
+        script = options.validator_script
+        return founder.run(options.folder, take_over=options.take_over, script=script)
     plan = founder.FounderPlan.of(options.folder)
     for program in plan.words:
         print(plan.line(program))

@@ -161,7 +161,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStoreServ
     """A real object store."""
     from distributed_training.localnet.services import ObjectStoreServer
 
-    with ObjectStoreServer(folder=tmp_path_factory.mktemp("object-store")) as running:
+    with ObjectStoreServer(tmp_path_factory.mktemp("object-store")) as running:
         yield running
 
 

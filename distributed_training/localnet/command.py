@@ -13,13 +13,8 @@ from pathlib import Path
 
 from distributed_training.config.loader import Parser, argument, exit_with, load_config, ranged
 from distributed_training.config.types import ConfigError, File, Text
-from distributed_training.localnet.services import (
-    STORE_FOLDER,
-    SubnetOptions,
-    find_weed,
-    parse_ranks,
-)
-from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
+from distributed_training.localnet.services import SubnetOptions, find_weed, parse_ranks
+from distributed_training.localnet.subnet import STORE_FOLDER, LocalSubnet, SubnetFailure
 from distributed_training.localnet.summary import View
 from distributed_training.node.start import StopNow, StopSignals
 from distributed_training.protocol.types import ExitStatus
@@ -27,7 +22,7 @@ from distributed_training.scoring.export import ExportError, export_model, find_
 from distributed_training.store.errors import StoreError
 from distributed_training.telemetry.page import PageProcess
 
-# Ctrl-C: miners get this long, the validator half as long; with services and sweep that is < 15 s.
+# Ctrl-C: miners get this long, the founder's programs as long; with all else it is < 15 s.
 INTERRUPT_GRACE = timedelta(seconds=6)
 _PROMPTS = ("def ", "import ", "class ", "    # ")
 _ROUND = 1.15  # periods from outer step to outer step, with the round itself
@@ -120,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     summary = subnet.summary(failures)
     if interrupted:  # unreached goals are no problem then
         summary = replace(summary, problems=(*failures, *subnet.problems))
-    # Before picture and sample: these take seconds, and a second Ctrl-C may end them.
+    # Write it before the sample, which takes seconds and which a second Ctrl-C may end.
     summary.write(subnet.folder)
     print(summary.text(), end="")
     print(f"logs: {subnet.folder}/*/log.txt")
@@ -134,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check=False,
         )
         try:
-            step, place = find_weights(subnet.validator.plan.folder, None)
+            step, place = find_weights(subnet.validator.folder, None)
             export_model(config, place, folder)
             said = (sample(folder, prompt, tokens=200) for prompt in _PROMPTS)
             text = subnet.folder / "sample.txt"
@@ -145,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Buckets, checkpoints and uploads; logs, events and metrics are files next to these.
         bulk = [subnet.folder / STORE_FOLDER]
         for neuron in subnet.neurons:
-            bulk += [path for path in neuron.plan.folder.iterdir() if path.is_dir()]
+            bulk += [path for path in neuron.folder.iterdir() if path.is_dir()]
         for path in bulk if not arguments.keep else ():
             shutil.rmtree(path, ignore_errors=True)
     print("interrupted" if interrupted else summary.verdict)
@@ -167,7 +162,7 @@ def _run(
         options = subnet.options
         limit = timedelta(seconds=arguments.timeout) if arguments.timeout else options.longest
         with PageProcess(
-            [neuron.plan.folder for neuron in [*subnet.miners, subnet.validator]],
+            [neuron.folder for neuron in [*subnet.miners, subnet.validator]],
             port=arguments.page_port,
             told=view.report,
         ):
@@ -188,8 +183,8 @@ def _run(
         view.report("interrupted; stopping")
     finally:
         signals.interrupts = False  # a stop is bounded: let it end
-        # Exceptions not named above are defects: they pass, but the subnet is stopped first.
-        # With --stay Ctrl-C is the usual end, so there is the usual time for it.
+        # Stop the subnet also before an exception that is a defect reaches the caller. With --stay
+        # Ctrl-C is the usual end, so the programs have the usual time.
         hurried = signals.stop.is_set() and not arguments.stay
         subnet.stop(INTERRUPT_GRACE if hurried else None)
     return ""

@@ -1,4 +1,4 @@
-"""Plan a local subnet's neurons, start their object store and registry, and let miners join.
+"""The options of a local subnet, its children, and its S3 server.
 
 Children of a subnet are started, watched, stopped in time, and leave nothing behind.
 """
@@ -6,7 +6,6 @@ Children of a subnet are started, watched, stopped in time, and leave nothing be
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import secrets
@@ -15,40 +14,30 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from distributed_training.common.files import atomic_file, write_bytes
 from distributed_training.common.kinds import plugin_environment
-from distributed_training.common.llama import local_llama_config
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import kill_tree, with_starter
 from distributed_training.config.installed import install
-from distributed_training.config.settings import ChainSettings, Exchange
+from distributed_training.config.settings import Exchange
 from distributed_training.config.types import ConfigError, parse_duration
-from distributed_training.founder import MASTER, RUN_FILE, FounderPlan
-from distributed_training.join_command import enter
-from distributed_training.network import FILE, built_in_rules, of_exchange, signed, to_toml
-from distributed_training.protocol.keys import miner_bucket
+from distributed_training.network import built_in_rules
 from distributed_training.protocol.lines import counted
 
 if TYPE_CHECKING:
-    from distributed_training.chain.identity import Wallet
-    from distributed_training.chain.registry import RegistryChain
-    from distributed_training.store.s3 import S3ObjectStore
+    from distributed_training.config.settings import StoreSettings
 
 #: Where this package is imported from: a checkout, or site-packages.
 PACKAGES = Path(__file__).resolve().parents[2]
-GLOBAL_BUCKET = "local"
-STORE_FOLDER = "s3"  # folder of the object store's data, in the run folder
 # An operator's own keys and settings must not reach a subnet that is only for experiments.
 FOREIGN_PREFIXES = ("R2_", "BT_", "DT_", "WANDB_", "LOKI_", "AWS_", "HF_", "INFLUXDB_")
 _MOST_RANKS = 10
-_GRACE = 15.0  # seconds after a close in which uploads are taken
-_GRACE_OF_AVERAGE = 20.0  # the same, where members also average
 
 
 @dataclass(frozen=True)
@@ -106,23 +95,6 @@ class SubnetOptions:
         return self.period or usual * self.slowness
 
 
-@dataclass(frozen=True)
-class NeuronPlan:
-    """One neuron of a local subnet, before its start."""
-
-    name: str
-    kind: Literal["miner", "validator"]
-    uid: int
-    world_size: int
-    folder: Path
-    dht_port: int
-
-    @property
-    def events(self) -> Path:
-        """The path of the neuron's events."""
-        return self.folder / "events.jsonl"
-
-
 def parse_ranks(text: str | None, miners: int | None) -> tuple[int, ...]:
     """Parse world sizes of the miners from ``--ranks 2,1`` and ``--miners N``.
 
@@ -139,22 +111,11 @@ def parse_ranks(text: str | None, miners: int | None) -> tuple[int, ...]:
     return tuple((given + [1] * count)[:count])
 
 
-def plan_neurons(options: SubnetOptions, folder: Path) -> list[NeuronPlan]:
-    """Plan the validator first, which uploads the initial model the miners load."""
-    wanted = [1, *options.ranks]
-    return [
-        # The registry gives uids in this order; the founder has the first.
-        NeuronPlan(name, "miner" if uid else "validator", uid, ranks, folder / name, port)
-        for uid, (ranks, port) in enumerate(zip(wanted, free_ports(len(wanted)), strict=True))
-        for name in [f"miner-{uid}" if uid else "validator"]
-    ]
-
-
 # --- children -----------------------------------------------------------------------------------
 
 
 class ChildFailure(RuntimeError):
-    """A command did not start. The text is for the operator."""
+    """A program did not start, or a member could not join. The text is for the operator."""
 
 
 class Child:
@@ -162,19 +123,10 @@ class Child:
 
     It gets a session of its own, so Ctrl-C at the terminal reaches only the orchestrator, which
     stops its children in order. If the orchestrator itself is killed, the kernel sends SIGTERM.
-
-    ``ready``: tells whether it is, for :meth:`wait_ready`; by default once it has written ``READY``
-    and its pid.
     """
 
     def __init__(
-        self,
-        *,
-        name: str,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        folder: Path,
-        ready: Callable[[], bool] | None = None,
+        self, *, name: str, command: Sequence[str], environment: Mapping[str, str], folder: Path
     ) -> None:
         self.name = name
         self.command = list(command)
@@ -182,7 +134,6 @@ class Child:
         self.log = folder / "log.txt"
         self.environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
-        self._ready = ready or self._says_ready
         self.stopping = False
 
     def start(self) -> None:
@@ -215,20 +166,34 @@ class Child:
         """The exit status; None while it runs or before its start; negative: the ending signal."""
         return self._process.poll() if self._process else None
 
+    @property
+    def problem(self) -> str:
+        """How it ended although nobody had stopped it, with the last lines of its log, else ""."""
+        status = self.exit_status
+        if status is None or self.stopping:
+            return ""
+        return self._describe(
+            f"ended with {f'signal {-status}' if status < 0 else f'status {status}'}"
+        )
+
+    def _describe(self, what: str) -> str:
+        lines = "\n".join(f"    {line}" for line in self.last_lines())
+        return f"{self.name} {what}; its log {self.log} ends:\n{lines}"
+
     def wait_ready(self) -> None:
         """Wait until it is ready. Raises ChildFailure; it has ended then."""
         deadline = time.monotonic() + _STARTS
-        while not self._ready():
-            if not self.running or time.monotonic() > deadline:
-                # Before the kill, which would be all that it tells.
-                obituary = self.obituary
+        while not self.is_ready():
+            late = time.monotonic() > deadline
+            # Before the kill, which would be all that the log tells.
+            if problem := self._describe("does not answer") if late else self.problem:
                 self.kill_tree()
-                raise ChildFailure(obituary)
+                raise ChildFailure(problem)
             time.sleep(0.05)
 
-    def _says_ready(self) -> bool:
-        # Look for the pid, since the log also holds the READY of earlier starts.
-        return f"READY {self.pid}" in self.last_lines()
+    def is_ready(self) -> bool:
+        """Return whether it answers, for :meth:`wait_ready`."""
+        return self.running
 
     def signal(self, number: signal.Signals) -> None:
         """Signal the command itself, not its descendants: passing it on is the command's task."""
@@ -255,27 +220,9 @@ class Child:
         except subprocess.TimeoutExpired:
             return None
 
-    @property
-    def obituary(self) -> str:
-        """The exit status in words, with the last lines of the log."""
-        status = self.exit_status
-        if status is None:
-            how = "does not answer"
-        else:
-            how = f"ended with signal {-status}" if status < 0 else f"ended with status {status}"
-        lines = "\n".join(f"    {line}" for line in self.last_lines())
-        return f"{self.name} {how}; its log {self.log} ends:\n{lines}"
-
     def last_lines(self) -> list[str]:
         """Return the end of the log, 12 lines at most."""
-        try:
-            with self.log.open("rb") as log:
-                log.seek(0, os.SEEK_END)
-                # Read only the end, since a miner's log has hundreds of megabytes after days.
-                log.seek(max(0, log.tell() - 64 * 1024))
-                text = log.read().decode("utf-8", errors="replace")
-        except OSError:
-            return []
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return [line for line in text.splitlines() if line.strip()][-12:]
 
 
@@ -298,48 +245,51 @@ def stop_together(children: Sequence[Child], grace: timedelta) -> list[str]:
 
 
 class ObjectStoreServer(Child):
-    """SeaweedFS as a child; its objects and keys lie in ``folder`` and survive a restart.
+    """SeaweedFS as a child; its objects lie in ``folder`` and survive a restart.
 
     As a context it is ready, and ends with it.
     """
 
-    def __init__(self, *, folder: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         parts = [f"{part}.port{rpc}" for part in _WEED for rpc in ("", ".grpc")]
         ports = dict(zip(parts, free_ports(len(parts)), strict=True))
         self._master = ports["master.port"]
         self.endpoint = f"http://127.0.0.1:{ports['s3.port']}"
         #: R2 variables by which a neuron reaches its bucket; all use one account.
-        self.keys = {"R2_ENDPOINT_URL": self.endpoint, **_store_keys(folder / "keys.json")}
-        identities = []
+        #: Lengths are R2's (32, 32, 64 characters): a commitment on a public chain has no other.
+        self.keys = {"R2_ENDPOINT_URL": self.endpoint, "R2_ACCOUNT_ID": secrets.token_hex(16)}
+        self._identities: list[dict[str, Any]] = []
         for kind, actions in (("READ", ["Read", "List"]), ("WRITE", ["Admin"])):
-            key = {
-                "accessKey": self.keys[f"R2_{kind}_ACCESS_KEY_ID"],
-                "secretKey": self.keys[f"R2_{kind}_SECRET_ACCESS_KEY"],
-            }
-            identities.append({"name": kind, "credentials": [key], "actions": actions})
-        config = (folder / "s3.json").absolute()
-        write_bytes(config, json.dumps({"identities": identities}).encode(), durable=False)
+            key = {"accessKey": secrets.token_hex(16), "secretKey": secrets.token_hex(32)}
+            self.keys[f"R2_{kind}_ACCESS_KEY_ID"] = key["accessKey"]
+            self.keys[f"R2_{kind}_SECRET_ACCESS_KEY"] = key["secretKey"]
+            identity = {"name": kind, "credentials": [key], "actions": actions}
+            self._identities.append(identity)
         flags = {
             **ports,
             **{"dir": folder.absolute(), "ip": "127.0.0.1", "ip.bind": "127.0.0.1"},
-            **{"filer": "true", "s3": "true", "s3.config": config, "s3.autoCreateBucket": "false"},
+            **{"filer": "true", "s3": "true", "s3.config": _KEYS, "s3.autoCreateBucket": "false"},
             **{"s3.port.iceberg": 0, "s3.port.lance": 0, "master.telemetry": "false"},
             **{"volume.max": 20_000, "master.volumeSizeLimitMB": 64},
         }
-        # A bucket takes a volume, an empty file at first, and not seven. Read where it is started.
-        growth = b"[master.volume_growth]\ncopy_1 = 1\n"
-        write_bytes(folder / "master.toml", growth, durable=False)
         words = [f"-{name}={value}" for name, value in flags.items()]
         super().__init__(
             name="object store",
             # Let it log to our log.txt and not to files in /tmp.
             command=[find_weed(), "-logtostderr", "server", *words],
-            environment=os.environ if environment is None else environment,
+            environment=clean_environment(),
             folder=folder,
-            ready=self._takes_objects,
         )
 
-    def _takes_objects(self) -> bool:
+    def start(self) -> None:
+        # A bucket takes a volume, an empty file at first, and not seven.
+        growth = b"[master.volume_growth]\ncopy_1 = 1\n"
+        write_bytes(self.folder / "master.toml", growth, durable=False)
+        with atomic_file(self.folder / _KEYS, private=True, durable=False) as file:
+            file.write(json.dumps({"identities": self._identities}).encode())
+        super().start()
+
+    def is_ready(self) -> bool:
         import httpx
 
         with contextlib.suppress(httpx.HTTPError):
@@ -347,6 +297,16 @@ class ObjectStoreServer(Child):
             answer = httpx.get(self.endpoint, trust_env=False)
             return "fid" in assigned.text and answer.status_code == 403  # without a key
         return False
+
+    def settings(self, **more: Any) -> StoreSettings:
+        """Return the settings by which a neuron reaches its bucket. ``more``: other fields."""
+        from pydantic import SecretStr
+
+        from distributed_training.config.settings import StoreSettings
+
+        found: dict[str, Any] = {n.removeprefix("R2_").lower(): v for n, v in self.keys.items()}
+        found |= {name: SecretStr(key) for name, key in found.items() if "access_key" in name}
+        return StoreSettings(**found | more)
 
     def stop(self) -> None:
         stop_together([self], timedelta(seconds=1))  # what it has answered is on disk
@@ -360,6 +320,7 @@ class ObjectStoreServer(Child):
         self.stop()
 
 
+_KEYS = "s3.json"  # file of the keys in the server's folder, where it starts
 _WEED = ("s3", "master", "volume", "filer")  # parts of SeaweedFS, each with two ports
 _STARTS = 120.0  # seconds until a service is ready
 
@@ -375,227 +336,19 @@ def find_weed() -> str:
     return found
 
 
-def _store_keys(path: Path) -> dict[str, str]:
-    """Return the R2 variables of two keys, made if there are none: one reads, one does all.
-
-    Lengths are R2's (32, 32, 64 characters), since a commitment on a public chain has no other.
-    """
-    if path.exists():
-        known: dict[str, str] = json.loads(path.read_text())
-        return known
-    keys = {"R2_ACCOUNT_ID": secrets.token_hex(16)}
-    for kind in ("READ", "WRITE"):
-        keys[f"R2_{kind}_ACCESS_KEY_ID"] = secrets.token_hex(16)
-        keys[f"R2_{kind}_SECRET_ACCESS_KEY"] = secrets.token_hex(32)
-    with atomic_file(path, private=True, durable=False) as file:
-        file.write(json.dumps(keys).encode())
-    return keys
-
-
-class Services:
-    """Object store and registry as processes, and the folders of validator and miners.
-
-    The run folder is a founder's: ``dt-network run --print`` shows the commands that are run here.
-    """
-
-    def __init__(
-        self,
-        *,
-        folder: Path,
-        options: SubnetOptions,
-        plans: Sequence[NeuronPlan],
-    ) -> None:
-        self.options = options
-        self.plans = plans
-        self._folder = folder.absolute()
-        self.network = self._folder / FILE
-        environment = self._clean_environment()
-        self.store = ObjectStoreServer(folder=folder / STORE_FOLDER, environment=environment)
-        (port,) = free_ports(1)
-        self.chain_endpoint = f"http://127.0.0.1:{port}"
-        self.children: list[Child] = [self.store]  # children that were begun, in this order
-        # Words of the validator, which follow from the founder's folder.
-        self._of_validator: list[str] = []
-
-    def open_bucket(self, plan: NeuronPlan, *, write: bool = False) -> S3ObjectStore:
-        """Open a neuron's bucket, by default with the keys that may only read. Close it.
-
-        The validator has the global one, a miner its uid's.
-        """
-        from pydantic import SecretStr
-
-        from distributed_training.config.settings import StoreSettings
-        from distributed_training.store.s3 import AccessKeys, S3ObjectStore
-
-        found, kind = self.store.keys, "WRITE" if write else "READ"
-        of_miner = miner_bucket(GLOBAL_BUCKET, plan.uid)
-        key, secret = (found[f"R2_{kind}_{n}"] for n in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"))
-        return S3ObjectStore(
-            bucket=GLOBAL_BUCKET if plan.kind == "validator" else of_miner,
-            endpoint_url=self.store.endpoint,
-            keys=AccessKeys(SecretStr(key), SecretStr(secret)),
-            settings=StoreSettings(),
-        )
-
-    # --- life -----------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Start store and registry, and let all miners join. Raises ChildFailure."""
-        self.store.start()  # it imports for a second; meanwhile:
-        from distributed_training.chain.identity import create_wallet
-
-        validator, *miners = self.plans
-        master = create_wallet(self._folder / "wallets", MASTER)
-        self._write_network(master)
-        tables = {"registry": _REGISTRY, "validator": self._settings(validator)}
-        write_bytes(self._folder / RUN_FILE, to_toml(tables).encode(), durable=False)
-        environment = self.environment(validator)
-        founder = FounderPlan.of(self._folder, environment)
-        self._of_validator = founder.words["validator"]
-        module = "distributed_training.network_command"
-        registry = Child(
-            name="chain",
-            command=[sys.executable, "-m", module, "serve", *founder.words["registry"]],
-            # URLs of the store, with the store's keys, where it hands them out
-            environment=environment if self._hands_out else self._clean_environment(),
-            folder=self._folder / "registry",
-        )
-        self.children.append(registry)
-        registry.start()
-        registry.wait_ready()
-        self.store.wait_ready()
-        with contextlib.closing(self.open_bucket(validator, write=True)) as bucket:
-            bucket.create_bucket()
-        for plan in miners:
-            self.join(plan)
-
-    def join(self, plan: NeuronPlan, **more: str) -> None:
-        """Write what a miner needs into its folder, as ``dt-join`` does. ``more``: settings."""
-        from distributed_training.chain.identity import create_wallet
-
-        wallet = create_wallet(self._folder / "wallets", plan.name)
-        with contextlib.closing(self.founders_chain()) as founder:
-            founder.allow(wallet.ss58)
-        with contextlib.chdir(self._folder), contextlib.redirect_stdout(io.StringIO()):
-            words = to_words(self._settings(plan) | more)
-            enter(plan.folder, [str(self.network), *words], self.environment(plan))
-
-    @property
-    def _hands_out(self) -> bool:
-        """True where the registry gives access to the store, and no member has a bucket."""
-        options = self.options
-        default = "registry" if options.exchange == "store" else "own"
-        return options.rules.get("store.access", default) != "own"
-
-    def stop(self) -> list[str]:
-        """Stop the registry, then the store; return the problems met."""
-        problems = stop_together(self.children[1:], timedelta(seconds=10))
-        self.store.stop()
-        return problems
-
-    def _write_network(self, master: Wallet) -> None:
-        """Write the rules of this subnet."""
-        options = self.options
-        rules = of_exchange(built_in_rules(), options.exchange)
-        rules.pop("run_id")  # it follows from the file
-        # Token 256 ends a text of bytes.
-        model = local_llama_config(sequence_length=1024) | {
-            "eos_token_id": 256,
-            "pad_token_id": 256,
-        }
-        usual = _GRACE if options.exchange == "store" else _GRACE_OF_AVERAGE
-        grace = min(usual * options.slowness, options.seconds / 3)
-        changed: dict[str, Any] = {
-            "model.config": {key: value for key, value in model.items() if value is not None},
-            "private": True,  # the store speaks plain HTTP, on this machine
-            "chain.url": self.chain_endpoint,
-            "chain.master_hotkey": master.ss58,
-            "store.endpoint": self.store.endpoint,
-            "round.period": f"{options.seconds:g}s",
-            "round.grace": f"{grace:.1f}s",
-            "round.least": options.least_miners or len(options.ranks),
-        }
-        if options.exchange == "hivemind":
-            changed["round.average_after"] = f"{grace / 4:.1f}s"
-        for key, value in {**changed, **options.rules}.items():
-            table, _, name = key.rpartition(".")
-            (rules.setdefault(table, {}) if table else rules)[name] = value
-        text = signed(to_toml(rules), master.hotkey)
-        write_bytes(self.network, text.encode(), durable=False)
-
-    def founders_chain(self) -> RegistryChain:
-        """Open the chain as the validator, which created it, sees it. Close it."""
-        from distributed_training.chain.registry import RegistryChain
-
-        settings = ChainSettings(registry_url=self.chain_endpoint)
-        return RegistryChain(settings, self.wallet(self.plans[0]))
-
-    # --- a neuron's flags and settings ------------------------------------------------------------
-
-    def wallet(self, plan: NeuronPlan) -> Wallet:
-        """Return the wallet of the validator, or of a miner that has joined."""
-        from distributed_training.chain.identity import load_wallet
-
-        name = plan.name if plan.kind == "miner" else MASTER
-        place = str(self._folder / "wallets")
-        return load_wallet(ChainSettings(wallet_path=place, wallet_name=name))
-
-    def arguments(self, plan: NeuronPlan) -> list[str]:
-        """Return program and flags for a Python interpreter. No secret is among them."""
-        miner = plan.kind == "miner"
-        script = self.options.miner_script if miner else self.options.validator_script
-        program = [str(script)] if script else ["-m", f"distributed_training.{plan.kind}"]
-        return [*program, *self.flags(plan)]
-
-    def flags(self, plan: NeuronPlan) -> list[str]:
-        """Return the neuron's flags, those that the options add at the end."""
-        if plan.kind == "validator":
-            return [*self._of_validator, *self.options.validator_flags]
-        settings = {"network": str(self.network), **self._settings(plan)}
-        return [*to_words(settings), *self.options.miner_flags]
-
-    def _settings(self, plan: NeuronPlan) -> dict[str, str]:
-        """Return the neuron's settings by flag, without those that follow from the founder's."""
-        flags = {"neuron.device": "cpu", "neuron.page_port": "off", "neuron.stop_timeout": "30"}
-        if self.options.exchange == "hivemind":
-            flags |= {"dht.port": str(plan.dht_port), "dht.ip": "127.0.0.1"}
-        if plan.kind == "validator":
-            return flags
-        return flags | {
-            "neuron.local_batch_size_train": "2",
-            "neuron.checkpoint_steps": "10",
-            "neuron.name": plan.name,
-            "neuron.run_folder": str(plan.folder),
-            "wallet.path": str(self._folder / "wallets"),
-            "wallet.name": plan.name,
-            "nproc_per_node": str(plan.world_size),
-        }
-
-    def environment(self, plan: NeuronPlan) -> dict[str, str]:
-        """Return the neuron's environment, with the keys of the object store that it needs."""
-        has_keys = plan.kind == "validator" or not self._hands_out
-        return self._clean_environment() | (self.store.keys if has_keys else {})
-
-    def _clean_environment(self) -> dict[str, str]:
-        # Drop variables by their prefix: a miner here must not write into the bucket of the
-        # operator's real miner.
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN_PREFIXES)}
-        path = os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
-        return inherited | {
-            # Neurons share this machine: a thread for each core would slow all of them.
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": path,
-            "PYTHONUNBUFFERED": "1",
-            # Nothing here needs the hub, and a look-up without a network waits for its time-out.
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            **plugin_environment(),  # plug-ins of the caller that starts the subnet
-        }
-
-
-#: Flags of the registry. All requests come from one address.
-_REGISTRY = {"requests-per-address": "10000"}
-
-
-def to_words(flags: Mapping[str, str]) -> list[str]:
-    return [word for name, value in flags.items() for word in (f"--{name}", value)]
+def clean_environment() -> dict[str, str]:
+    """Return this process's environment without what is an operator's own."""
+    # Drop variables by their prefix: a miner here must not write into the bucket of the
+    # operator's real miner.
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN_PREFIXES)}
+    path = os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
+    return inherited | {
+        # Neurons share this machine: a thread for each core would slow all of them.
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": path,
+        "PYTHONUNBUFFERED": "1",
+        # Nothing here needs the hub, and a look-up without a network waits for its time-out.
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **plugin_environment(),  # plug-ins of the caller that starts the subnet
+    }

@@ -1,51 +1,68 @@
-"""Run a whole subnet on this machine: object store, chain, validator and miners as real processes.
+"""Run a whole subnet on this machine: an S3 server, ``dt-network run`` and the miners.
 
-The orchestrator starts them, follows their events and ends them. It has no part in the protocol:
-neurons talk through the object store, the chain, signed HTTP and the DHT, as between machines. The
-run folder is locked while it is used, and emptied only if a local subnet wrote it. ``make run``
+The orchestrator starts these programs, follows their events and ends them. It has no part in the
+protocol: neurons talk through store, registry and DHT, as between machines. The run folder is a
+founder's. It is locked while it is used, and emptied only if a local subnet wrote it. ``make run``
 (``command.py``) and tests use it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import re
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from distributed_training.common.control_groups import usable_cores
-from distributed_training.common.files import write_json
+from distributed_training.common.files import write_bytes, write_json
+from distributed_training.common.llama import local_llama_config
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import end_sessions, tree_of
+from distributed_training.config.loader import read_argv
+from distributed_training.config.schema import schema
 from distributed_training.config.types import ConfigError
+from distributed_training.founder import MASTER, RUN_FILE
+from distributed_training.join_command import enter
 from distributed_training.localnet.pace import measure_slowness
 from distributed_training.localnet.services import (
     Child,
     ChildFailure,
-    NeuronPlan,
-    Services,
+    ObjectStoreServer,
     SubnetOptions,
-    plan_neurons,
+    clean_environment,
     stop_together,
 )
 from distributed_training.localnet.summary import Summary, event_line, summarize
+from distributed_training.network import FILE, built_in_rules, of_exchange, signed, to_toml
 from distributed_training.node.start import sole_user
+from distributed_training.protocol.keys import miner_bucket
 from distributed_training.protocol.types import FINAL
+from distributed_training.signing import write_file
 from distributed_training.telemetry.neuron_state import NeuronState
+
+if TYPE_CHECKING:
+    from distributed_training.store.s3 import S3ObjectStore
 
 STATE_FILE = "localnet.json"  # this file also tells that a folder is ours
 LOCK_FILE = ".lock"
 _START = timedelta(seconds=120)  # time for the validator to start and publish the first model
 _TURN = 12.0  # seconds that a miner's first inner step may delay the next miner's start
 _SETTLE = timedelta(seconds=5)  # time for a process to end after the one that started it
+_GRACE = 20.0  # seconds after a close in which uploads are taken
+_BUCKET = "local"  # global bucket of the network
+STORE_FOLDER = "s3"  # folder of the object store's data, in the run folder
 GUEST = "guest"  # folder of a miner that joins by hand
 
 
@@ -93,13 +110,100 @@ class SubnetFailure(RuntimeError):
     """
 
 
-@dataclass
-class LocalNeuron:
-    """A neuron's plan, its process and its state by its events."""
+class LocalNeuron(Child):
+    """A neuron's program and its state by its events.
 
-    plan: NeuronPlan
-    child: Child
-    state: NeuronState
+    ``state``: of its run folder, which is ``folder`` unless the caller names another. ``flags``:
+    its settings, which are words of ``command`` too.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        *,
+        state: NeuronState | None = None,
+        world_size: int = 1,
+        flags: Sequence[str] = (),
+    ) -> None:
+        super().__init__(name=name, command=command, environment=environment, folder=folder)
+        self.state = state or NeuronState(folder)
+        self.world_size = world_size
+        self.flags = flags
+
+    @property
+    def uid(self) -> int:
+        return self.state.uid
+
+
+class Founder(LocalNeuron):
+    """``dt-network run`` as a child: the registry and the validator, whose lines are in its log.
+
+    ``network``: the founder's folder; ``words``: more for the program.
+    """
+
+    def __init__(
+        self,
+        network: Path,
+        environment: Mapping[str, str],
+        *words: str,
+        folder: Path,
+    ) -> None:
+        module = "distributed_training.network_command"
+        command = [sys.executable, "-m", module, "run", str(network), *words]
+        state = NeuronState(network / "validator", uid=0)
+        super().__init__("validator", command, environment, folder, state=state)
+        self._read = 0  # bytes of the log
+        self._answers = self._has_lost = False
+
+    def is_ready(self) -> bool:
+        """Return whether the registry answers."""
+        self._read_log()
+        return self._answers
+
+    @property
+    def problem(self) -> str:
+        """Why the network is not whole, else ""; the program starts again what has ended."""
+        self._read_log()
+        lost = self._has_lost and not self.stopping
+        return self._describe("or the registry has ended") if lost else super().problem
+
+    def _read_log(self) -> None:
+        with self.log.open("rb") as log:
+            log.seek(self._read)
+            lines, newline, _ = log.read().rpartition(b"\n")
+        self._read += len(lines + newline)
+        self._answers |= b"registry  | READY" in lines
+        self._has_lost |= _LOST.search(lines) is not None
+
+
+#: A line of ``dt-network run`` about the end of its program.
+_LOST = re.compile(rb"^(registry|validator) *\| The \1 ended|^network *\| the \w+ ended", re.M)
+
+
+def join(
+    folder: Path,
+    network: Path,
+    words: Sequence[str],
+    environ: Mapping[str, str] = os.environ,
+) -> int:
+    """Join a network of this machine as ``dt-join`` does; return the uid.
+
+    ``folder``: of the member. ``words``: its settings. Raises ConfigError, ChildFailure.
+    """
+    try:
+        with contextlib.chdir(folder.parent), contextlib.redirect_stdout(io.StringIO()):
+            _, uid = enter(folder, [str(network), *words], environ)
+    except RuntimeError as error:  # the registry has gone meanwhile, or has refused
+        raise ChildFailure(str(error)) from None
+    assert uid is not None  # a registry gives one
+    return uid
+
+
+def to_words(flags: Mapping[str, str]) -> list[str]:
+    return [word for name, value in flags.items() for word in (f"--{name}", value)]
 
 
 class LocalSubnet:
@@ -112,8 +216,8 @@ class LocalSubnet:
         options: Number of miners, kind of exchange, folder, times.
         tell: Is called with one line of text for each thing that happens.
         refresh: Is called with this object, ten times a second while it waits, to redraw a view.
-        stop_grace: Time for the miners' stop; the validator then has half as long. A process that
-            does not end in it is killed and reported.
+        stop_grace: Time for the miners' stop; the founder's programs then have as long again. A
+            process that does not end in it is killed and reported.
         settle: How long a miner may be behind the validator's published outer step before
             :meth:`wait_for_outer_steps` no longer waits for it.
 
@@ -143,17 +247,18 @@ class LocalSubnet:
         stop_grace: timedelta = timedelta(seconds=40),
         settle: timedelta = timedelta(seconds=15),
     ) -> None:
-        # what it was asked for
+        # What the caller wants.
         self.options = options
         self.stop_grace = stop_grace
         self._settle = settle.total_seconds()
         self._tell = tell
         self._refresh = refresh
-        # what there is
-        self.neurons: list[LocalNeuron] = []
-        self.services: Services | None = None
+        # What runs.
+        self.neurons: list[LocalNeuron] = []  # the validator first
+        self.store = ObjectStoreServer(self.folder / STORE_FOLDER)
+        self.chain_endpoint = f"http://127.0.0.1:{free_ports(1)[0]}"
         self._locked = ExitStack()
-        # how it went
+        # What has happened.
         self.started_at = time.time()
         self.problems: list[str] = []
         self.strays: list[str] = []  # processes that outlived the one that should have ended them
@@ -170,7 +275,7 @@ class LocalSubnet:
             SubnetFailure: If a service or the validator does not come up. All processes were ended.
         """
         with ExitStack() as undo:
-            # Whatever fails below, Ctrl-C too: no process stays.
+            # No process stays, whatever fails below, and after Ctrl-C.
             undo.callback(self.stop, timedelta(seconds=5))
             take_folder(self.folder, self._locked)
             self.started_at = time.time()
@@ -182,34 +287,30 @@ class LocalSubnet:
                         f"this machine is {slowness:g} times as busy or slow as two free cores: "
                         f"from round to round it is {self.options.seconds / 60:.1f} minutes"
                     )
-            plans = plan_neurons(self.options, self.folder)
-            self.services = Services(folder=self.folder, options=self.options, plans=plans)
-            self._write_state()
             try:
-                self.services.start()
+                self.store.start()  # it needs a second; meanwhile:
+                self._write_network()
+                self.store.wait_ready()
+                with contextlib.closing(self.open_bucket(write=True)) as bucket:
+                    bucket.create_bucket()
+                self._tell(f"object store at {self.store.endpoint}")
+                self._tell(f"chain at {self.chain_endpoint}")
+                self.neurons = self._list_neurons()
+                self._start_neuron(self.validator)
+                self.validator.wait_ready()
+                # The registry gives uids in this order; the founder has the first.
+                for miner in self.miners:
+                    join(miner.folder, self.network, miner.flags, miner.environment)
             except ChildFailure as failure:
                 raise SubnetFailure(str(failure)) from failure
-            self._tell(f"object store at {self.services.store.endpoint}")
-            self._tell(f"chain at {self.services.chain_endpoint}")
-            for plan in plans:
-                plan.folder.mkdir(parents=True, exist_ok=True)
-                child = Child(
-                    name=plan.name,
-                    command=[sys.executable, *self.services.arguments(plan)],
-                    environment=self.services.environment(plan),
-                    folder=plan.folder,
-                )
-                state = NeuronState(plan.folder, uid=plan.uid)
-                self.neurons.append(LocalNeuron(plan, child, state))
-            # First, and waited for: miners have nothing to load before its first model is there.
-            self._start_neuron(self.validator)
+            # Wait for the validator: miners have nothing to load before its first model is there.
             validator = self.validator.state
             longest = _START * self.options.slowness
             self.wait_until(lambda: validator.starts > 0, longest, "the validator's start")
             undo.pop_all()
 
     def stop(self, grace: timedelta | None = None) -> list[str]:
-        """End miners, validator, chain and store, in this order, and their remaining processes.
+        """End miners, founder's programs and store, in this order, and what remains of them.
 
         Called again it does nothing.
 
@@ -223,23 +324,22 @@ class LocalSubnet:
             return []
         self._stopped = True
         grace = grace if grace is not None else self.stop_grace
-        # Sessions of all, in which also those are found whose parents will be gone.
+        # A session also has the processes whose parents will be gone by then.
         leaders = set[int]()
         for process in self.processes():
             with suppress(OSError):  # it has ended meanwhile
                 leaders.add(os.getsid(process.pid))
         # Miners first: while they stop they still upload, and call store, chain and validator.
-        problems = stop_together([n.child for n in self.neurons if n.plan.kind == "miner"], grace)
-        problems += stop_together([n.child for n in self.neurons], grace / 2)
+        problems = stop_together(self.miners, grace)
+        problems += stop_together(self.neurons, grace)
         for neuron in self.neurons:
-            # Once more: its last events belong in the summary.
+            # Read again, because the last events belong in the summary.
             self._read_events(neuron)
             neuron.state.close()
-            status = neuron.child.exit_status
-            if neuron.child.stopping and status is not None and status > 0:
-                problems.append(f"{neuron.plan.name} ended with status {status} when stopped")
-        if self.services is not None:
-            problems += self.services.stop()
+            status = neuron.exit_status
+            if neuron.stopping and status is not None and status > 0:
+                problems.append(f"{neuron.name} ended with status {status} when stopped")
+        self.store.stop()
         self.strays = end_sessions(leaders, settle=_SETTLE, grace=timedelta(0))
         problems += [f"left behind, killed: {stray}" for stray in self.strays]
         self._locked.close()
@@ -262,18 +362,22 @@ class LocalSubnet:
 
     @property
     def validator(self) -> LocalNeuron:
-        """The one validator: plan, process and state."""
-        return next(n for n in self.neurons if n.plan.kind == "validator")
+        """The one validator, as a child of ``dt-network run``."""
+        return self.neurons[0]
 
     @property
     def miners(self) -> list[LocalNeuron]:
         """All miners, in the order of ``SubnetOptions.ranks``."""
-        return [n for n in self.neurons if n.plan.kind == "miner"]
+        return self.neurons[1:]
+
+    @property
+    def network(self) -> Path:
+        """The path of the network's file."""
+        return self.folder / FILE
 
     def processes(self) -> list[psutil.Process]:
         """List all processes of this subnet that run now."""
-        children = [neuron.child for neuron in self.neurons]
-        children += self.services.children if self.services is not None else []
+        children: list[Child] = [*self.neurons, self.store]
         pids = [child.pid for child in children if child.pid is not None and child.running]
         return [process for pid in pids for process in tree_of(pid)]
 
@@ -283,7 +387,7 @@ class LocalSubnet:
         Args:
             index: The miner's place in ``SubnetOptions.ranks``.
         """
-        self.miners[index].child.kill_tree()
+        self.miners[index].kill_tree()
 
     def restart_miner(self, index: int) -> None:
         """Start a miner that was killed or stopped again, in its own folder.
@@ -299,19 +403,17 @@ class LocalSubnet:
         Returns:
             The commands to type, for an operator who rehearses with flags and pm2 of his own.
         """
-        assert self.services is not None
-        dht, page = free_ports(2)
-        folder = self.folder / GUEST
-        guest = NeuronPlan(GUEST, "miner", len(self.neurons), 1, folder, dht)
+        (page,) = free_ports(1)
+        guest = self._new_miner(GUEST, len(self.neurons), 1)
         # The subnet's own page shows the miners that it runs, and not this one.
-        run = {"neuron.run_folder": str(folder / "run"), "neuron.page_port": str(page)}
-        self.services.join(guest, **run)
-        typed = shlex.quote(str(folder))
+        own = {"neuron.run_folder": str(guest.folder / "run"), "neuron.page_port": str(page)}
+        join(guest.folder, self.network, [*guest.flags, *to_words(own)], guest.environment)
+        typed = shlex.quote(str(guest.folder))
         return (
-            f"one more miner can join; its .env and miner.toml are in {folder}\n"
+            f"one more miner can join; its .env and miner.toml are in {guest.folder}\n"
             f"  cd {typed} && {sys.executable} -m distributed_training.miner\n"
             f"or, in the folder of app.config.js:\n"
-            f"  DT_NAME={folder.name} DT_HOME={typed} pm2 start app.config.js\n"
+            f"  DT_NAME={GUEST} DT_HOME={typed} pm2 start app.config.js\n"
             f"its dashboard is then at http://127.0.0.1:{page}/\n"
             f"dt-doctor and scripts/score.py work there too"
         )
@@ -320,32 +422,28 @@ class LocalSubnet:
         """Read new events, and start a miner whose turn has come.
 
         Raises:
-            SubnetFailure: If a neuron or a service ended that nobody had stopped.
+            SubnetFailure: If a program ended that nobody had stopped.
         """
-        # The next miner that never ran, if its imports would not delay another's: on two cores the
-        # imports of two miners at once double the time to the first inner step.
-        starting = [m for m in self.miners if m.child.running and not m.state.losses]
-        waiting = [m for m in self.miners if m.child.pid is None]
+        # Start the next miner only when its imports delay no other miner's, because on two cores
+        # the imports of two miners at once double the time to the first inner step.
+        starting = [m for m in self.miners if m.running and not m.state.losses]
+        waiting = [m for m in self.miners if m.pid is None]
         its_turn = len(starting) < max(1, usable_cores() - 1) or time.monotonic() > self._next_turn
         if waiting and its_turn and not self._stopped:
             self._next_turn = time.monotonic() + _TURN * self.options.slowness
             self._start_neuron(waiting[0])  # waits by itself for a model to train
         for neuron in self.neurons:
             self._read_events(neuron)
-            child = neuron.child
-            # Leave out children that a test stopped or killed, and those whose turn has not come.
-            if child.running or child.exit_status is None or child.stopping:
+            if not neuron.problem:
                 continue
             # Do as pm2 does, which starts a miner again unless its status says that this would not
             # help.
-            again = neuron.plan.kind == "miner" and child.exit_status not in FINAL
+            again = neuron.uid and neuron.exit_status not in FINAL
             if not again or not self.options.restart_miners:
-                raise SubnetFailure(child.obituary)
+                raise SubnetFailure(neuron.problem)
             self._start_neuron(neuron)
-        for service in self.services.children if self.services is not None else ():
-            # Fail at once, not at the deadline, since nothing works without store or chain.
-            if not service.running and not service.stopping:
-                raise SubnetFailure(service.obituary)
+        if self.store.problem:  # fail at once, not at the deadline
+            raise SubnetFailure(self.store.problem)
 
     def wait_until(
         self, condition: Callable[[], bool], deadline: timedelta, what: str = "the condition"
@@ -364,7 +462,7 @@ class LocalSubnet:
             raise SubnetFailure(
                 f"{what} did not come within {deadline.total_seconds():.0f} s; it stands at: "
                 + "; ".join(
-                    f"{n.plan.name} {n.state.phase}, outer step {n.state.outer_step}, "
+                    f"{n.name} {n.state.phase}, outer step {n.state.outer_step}, "
                     f"inner step {n.state.inner_step}"
                     for n in self.neurons
                 )
@@ -393,7 +491,7 @@ class LocalSubnet:
             return settled or all(
                 any(step >= count for step, _ in miner.state.outer_steps)
                 for miner in self.miners
-                if miner.child.running
+                if miner.running
             )
 
         self.wait_until(reached, deadline, f"outer step {count}")
@@ -407,7 +505,7 @@ class LocalSubnet:
             deadline: The longest wait, on a machine with two free cores; no failure when it has
                 passed.
         """
-        state, uids = self.validator.state, {m.plan.uid for m in self.miners}
+        state, uids = self.validator.state, {m.uid for m in self.miners}
         scored = lambda: uids <= state.scores.keys() & state.judged.keys()
         self._follow(scored, deadline * self.options.slowness)
 
@@ -423,7 +521,7 @@ class LocalSubnet:
             seconds=time.time() - self.started_at,
             validator=self.validator.state,
             miners=[m.state for m in self.miners],
-            world_sizes=[m.plan.world_size for m in self.miners],
+            world_sizes=[m.world_size for m in self.miners],
             problems=[*problems, *self.problems],
         )
 
@@ -443,25 +541,136 @@ class LocalSubnet:
 
     def _read_events(self, neuron: LocalNeuron) -> None:
         for event in neuron.state.poll():
-            line = event_line(event, of_validator=neuron.plan.kind == "validator")
+            line = event_line(event, of_validator=neuron is self.validator)
             if line:
-                self._tell(f"{neuron.plan.name}: {line}")
+                self._tell(f"{neuron.name}: {line}")
 
     def _start_neuron(self, neuron: LocalNeuron) -> None:
-        child = neuron.child
-        child.start()
-        self._tell(f"{neuron.plan.name} started (pid {child.pid}), log {child.log}")
+        neuron.start()
+        self._tell(f"{neuron.name} started (pid {neuron.pid}), log {neuron.log}")
         self._write_state()
 
     def _write_state(self) -> None:
         """Write the state for people and tests that look from outside."""
-        assert self.services is not None
         state = {
             "pid": os.getpid(),
-            "store": self.services.store.endpoint,
-            "chain": self.services.chain_endpoint,
-            "neurons": [
-                {"name": n.plan.name, "uid": n.plan.uid, "pid": n.child.pid} for n in self.neurons
-            ],
+            "store": self.store.endpoint,
+            "chain": self.chain_endpoint,
+            "neurons": [{"name": n.name, "uid": n.uid, "pid": n.pid} for n in self.neurons],
         }
         write_json(self.folder / STATE_FILE, state, durable=False)
+
+    # --- the founder's folder, and what neurons are started with ----------------------------------
+
+    def open_bucket(
+        self, neuron: LocalNeuron | None = None, *, write: bool = False
+    ) -> S3ObjectStore:
+        """Open a miner's bucket, else the global one, with the keys that may only read. Close it.
+
+        ``write``: with the keys that may write.
+        """
+        from distributed_training.store.s3 import S3ObjectStore
+
+        bucket = miner_bucket(_BUCKET, neuron.uid) if neuron and neuron.uid else _BUCKET
+        return S3ObjectStore.from_settings(self.store.settings(), bucket=bucket, write=write)
+
+    def _write_network(self) -> None:
+        """Write the founder's folder, which says all that ``dt-network run`` needs.
+
+        The rules are those of ``networks/local.toml``: ``dt-network init`` would load torch to
+        examine the model, and draw pages, which takes six seconds. Raises ConfigError.
+        """
+        from distributed_training.chain.identity import create_wallet
+
+        master = create_wallet(self.folder / "wallets", MASTER)
+        text = signed(to_toml(self._rules(master.ss58)), master.hotkey)
+        write_file(self.network, text)
+        more = read_argv(self.options.validator_flags, schema("validator"))
+        settings = self._settings() | {name: given.text for name, given in more.items()}
+        flags = to_toml({"registry": _REGISTRY, "validator": settings})
+        write_bytes(self.folder / RUN_FILE, flags.encode(), durable=False)
+
+    @property
+    def _hands_out(self) -> bool:
+        """True where the registry gives access to the store, and no member has a bucket."""
+        options = self.options
+        default = "registry" if options.exchange == "store" else "own"
+        return options.rules.get("store.access", default) != "own"
+
+    def _rules(self, master: str) -> dict[str, Any]:
+        """Return the rules of this subnet. ``master``: address of the founder's key."""
+        options = self.options
+        rules = of_exchange(built_in_rules(), options.exchange)
+        rules.pop("run_id")  # it follows from the file
+        # Token 256 ends a text of bytes.
+        model = local_llama_config(sequence_length=1024) | {
+            "eos_token_id": 256,
+            "pad_token_id": 256,
+        }
+        # At most a third of the period, and never rounded to more.
+        grace = min(_GRACE * options.slowness, options.seconds / 3 - 0.05)
+        changed: dict[str, Any] = {
+            "model.config": {key: value for key, value in model.items() if value is not None},
+            "private": True,  # the store speaks plain HTTP, on this machine
+            "chain.url": self.chain_endpoint,
+            "chain.master_hotkey": master,
+            "store.endpoint": self.store.endpoint,
+            "round.period": f"{options.seconds:g}s",
+            "round.grace": f"{grace:.1f}s",
+            "round.least": options.least_miners or len(options.ranks),
+        }
+        if options.exchange == "hivemind":
+            changed["round.average_after"] = f"{grace / 4:.1f}s"
+        for key, value in {**changed, **options.rules}.items():
+            table, _, name = key.rpartition(".")
+            (rules.setdefault(table, {}) if table else rules)[name] = value
+        return rules
+
+    def _settings(self) -> dict[str, str]:
+        """Return the settings of any neuron here, by flag."""
+        flags = {"neuron.device": "cpu", "neuron.page_port": "off", "neuron.stop_timeout": "30"}
+        if self.options.exchange == "hivemind":
+            flags |= {"dht.port": str(free_ports(1)[0]), "dht.ip": "127.0.0.1"}
+        return flags
+
+    def _list_neurons(self) -> list[LocalNeuron]:
+        """Return the validator, which publishes the first model, and the miners that load it."""
+        script = self.options.validator_script
+        words = ["--validator-script", str(script)] if script else []
+        environment = clean_environment() | self.store.keys
+        place = self.folder / "validator"
+        return [
+            Founder(self.folder, environment, *words, folder=place),
+            *(
+                self._new_miner(f"miner-{uid}", uid, ranks)
+                for uid, ranks in enumerate(self.options.ranks, start=1)
+            ),
+        ]
+
+    def _new_miner(self, name: str, uid: int, ranks: int) -> LocalNeuron:
+        folder, script = self.folder / name, self.options.miner_script
+        settings = self._settings() | {
+            "network": str(self.network),
+            "neuron.local_batch_size_train": "2",
+            "neuron.checkpoint_steps": "10",
+            "neuron.name": name,
+            "neuron.run_folder": str(folder),
+            "wallet.path": str(self.folder / "wallets"),
+            "wallet.name": name,
+            "nproc_per_node": str(ranks),
+        }
+        flags = to_words(settings)
+        program = [str(script)] if script else ["-m", "distributed_training.miner"]
+        return LocalNeuron(
+            name,
+            [sys.executable, *program, *flags, *self.options.miner_flags],
+            clean_environment() | ({} if self._hands_out else self.store.keys),
+            folder,
+            state=NeuronState(folder, uid=uid),
+            world_size=ranks,
+            flags=flags,
+        )
+
+
+#: Flags of the registry, to which all requests come from one address.
+_REGISTRY = {"admission": "open", "requests-per-address": "10000"}

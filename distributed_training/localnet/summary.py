@@ -62,7 +62,7 @@ def event_line(event: Mapping[str, Any], *, of_validator: bool) -> str:
 
 
 def neuron_line(state: NeuronState) -> str:
-    """Return the line of one neuron. Least important last: a narrow terminal cuts the end off."""
+    """Return the line of one neuron, whose end a narrow terminal cuts off."""
     head = f"{state.name:<10} {state.phase[:15]:<15} outer {state.outer_step:>2}"
     if told := state.tables["held_out"]:  # only by a validator
         totals = [
@@ -73,7 +73,7 @@ def neuron_line(state: NeuronState) -> str:
         head += f"  held-out {held_out(told[-1])}"
         return f"{head}  scores {', '.join(totals)}" if totals else head
     last, rounds = state.steps[-1] if state.steps else None, state.tables["round"]
-    # Through the store an update is applied without an upload in it, too.
+    # A miner also applies an update that its own upload is not in.
     taken = sum(r["ok"] and r.get("base", Base.MERGED.value) == Base.MERGED.value for r in rounds)
     loss = f"{last.loss:6.3f}" if last and last.loss is not None else "     -"
     rate = f"{last.tokens_per_second:6.0f}" if last and last.tokens_per_second else "     -"
@@ -180,7 +180,7 @@ class Summary:
         took = f"{len(self.outer_steps)} of {self.wanted_outer_steps} outer steps"
         notes = []
         for miner in self.miners:
-            # A few are nobody's fault; with none at all a problem below says it.
+            # A few uploads without a score are nobody's fault. A problem names a miner with none.
             if 0 < 2 * miner.uploads_scored < miner.uploads_judged:
                 notes.append(f"{miner.name}: most uploads were not scored: {miner.last_reset}")
             notes += [f"{miner.name}: upload failed: {reason}" for reason in miner.failed_uploads]
@@ -274,7 +274,7 @@ def summarize(
                 fault = seen.get("fault") or "no reason given"
                 found.append(f"{neuron.name}: a round failed ({fault})")
     for miner in results:
-        # Show one line for each, with its first cause, from which the others follow.
+        # Show one line per miner, with the first cause, from which the others follow.
         if not miner.uploads:
             found.append(f"{miner.name} published nothing")
         elif not miner.uploads_judged:

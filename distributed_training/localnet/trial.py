@@ -2,10 +2,10 @@
 
     dt-network try SCRIPT.py --members 3 --rounds 2
 
-It creates a network as ``dt-network init`` does, starts registry and validator as ``dt-network
-run`` does and joins as ``dt-join`` does, all below one folder. A close follows the one before in
-seconds, and its round ends as soon as all members have uploaded. What the script prints is in
-``member-N/log.txt``, what the programs print in ``network/log.txt``.
+It creates a network as ``dt-network init`` does, starts ``dt-network run`` and joins as ``dt-join``
+does, all below one folder. A close follows the one before in seconds, and its round ends as soon as
+all members have uploaded. What the script prints is in ``member-N/log.txt``, what the network's
+programs print in ``network/log.txt``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack, chdir, redirect_stdout, suppress
+from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -27,13 +27,13 @@ from distributed_training.common.control_groups import usable_cores
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import end_sessions
 from distributed_training.config.types import ConfigError
-from distributed_training.founder import RUN_FILE, FounderPlan, check, sole_runner
-from distributed_training.join_command import enter
+from distributed_training.founder import RUN_FILE
 from distributed_training.localnet.pace import measure_slowness
-from distributed_training.localnet.services import Child, to_words
-from distributed_training.localnet.subnet import take_folder
+from distributed_training.localnet.services import ChildFailure, stop_together
+from distributed_training.localnet.subnet import Founder, LocalNeuron, join, take_folder, to_words
 from distributed_training.localnet.summary import held_out
-from distributed_training.node.start import StopSignals
+from distributed_training.network import FILE
+from distributed_training.node.start import StopNow, StopSignals
 from distributed_training.protocol.lines import counted
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.neuron_state import NeuronState
@@ -45,6 +45,7 @@ _LONGEST = 300.0  # seconds without an outer step
 _NICE = "5"  # niceness of scripts: on a few cores they would leave the validator no time to judge
 _OPERATORS = ("R2_", "BT_", "DT_")  # variables of another network's member, on this machine too
 _PATIENCE = timedelta(seconds=20)  # time for members to apply the last update
+_STOP = timedelta(minutes=2)  # time for the validator to end what it computes
 #: A validator judges an upload on eight pages: eight sequences. ``--set`` wins.
 _RULES = {
     "round.minimum_valid_inner_step": 1,
@@ -78,41 +79,39 @@ def run(options: argparse.Namespace) -> int:
         del os.environ[name]
     folder = options.folder.absolute()
     began, network = time.monotonic(), folder / "network"
-    with StopSignals() as signals, ExitStack() as stack:
-        take_folder(folder, stack)
-        print(f"creating a network of {options.members} members in {folder}", flush=True)
-        with redirect_stdout(io.StringIO()):
-            period = _period_of(options)
-            founding.init(_init_options(options, network, period))
-        with (network / RUN_FILE).open("a") as file:
-            file.write(_FLAGS)
-        log = stack.enter_context((network / "log.txt").open("w", buffering=1))  # by lines
-
-        def tell(text: str, program: str = "network") -> None:
-            log.write(f"{program:9} | {text}\n")
-
-        stack.enter_context(chdir(network))  # an operator's .env and miner.toml are not for these
-        # A thread for each core would slow all, since the members compute too.
-        plan = FounderPlan.of(network, {**os.environ, "OMP_NUM_THREADS": "1"})
-        running = stack.enter_context(sole_runner(plan, signals, tell=tell))
-        check(plan)
-        for program in plan.words:
-            if not running.start(program):
-                if signals.stop.is_set():
-                    return ExitStatus.INTERRUPTED
-                return _fail(f"the {program} did not start; {log.name} says why")
-        longest = options.timeout or max(_LONGEST, 5 * period)
-        trial = _Trial(options, longest, NeuronState(network / "validator"), began)
-        stack.callback(trial.end)
-        for number, own in enumerate(words, start=1):
-            trial.start_member(folder / f"member-{number}", plan.file, [str(script), *own])
-        print(f"{options.members} members run {script.name}", flush=True)
-        while not trial.done:
-            if signals.stop.wait(0.2):
-                return ExitStatus.INTERRUPTED
-            lost = [name for name, each in running.programs.items() if each.refused is not None]
-            if lost or (problem := trial.look()):
-                return _fail(f"the {lost[0]} ended; {log.name} says why" if lost else problem)
+    with StopSignals(interrupts=True) as signals, ExitStack() as stack:
+        try:
+            take_folder(folder, stack)
+            print(f"creating a network of {options.members} members in {folder}", flush=True)
+            with redirect_stdout(io.StringIO()):
+                period = _period_of(options)
+                founding.init(_init_options(options, network, period))
+            with (network / RUN_FILE).open("a") as file:
+                file.write(_FLAGS)
+            path = os.pathsep.join(filter(None, sys.path))
+            environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+            # A thread for each core would slow all, since the members compute too.
+            founder = Founder(network, environment | {"OMP_NUM_THREADS": "1"}, folder=network)
+            longest = options.timeout or max(_LONGEST, 5 * period)
+            trial = _Trial(options, longest, founder, environment, began)
+            stack.callback(trial.end)
+            founder.start()
+            founder.wait_ready()
+            for number, own in enumerate(words, start=1):
+                trial.start_member(folder / f"member-{number}", network / FILE, [str(script), *own])
+            print(f"{options.members} members run {script.name}", flush=True)
+            while not trial.done:
+                time.sleep(0.2)
+                if problem := trial.look():
+                    raise ChildFailure(problem)
+        except StopNow:
+            return ExitStatus.INTERRUPTED
+        except ChildFailure as failure:
+            print(f"error: {failure}", file=sys.stderr, flush=True)
+            print("stopping all programs", flush=True)  # the validator ends what it computes
+            return ExitStatus.FAULT
+        finally:
+            signals.interrupts = False  # a stop is bounded: let it end
     print(f"done: {counted(trial.reached, 'outer step')}; all logs are in {folder}")
     return ExitStatus.STOPPED
 
@@ -121,12 +120,6 @@ def words_of(args: Sequence[str], member: int) -> list[str]:
     """Return the words of ``--args`` for the member of this number; paths become absolute."""
     words = [word.replace(MEMBER, str(member)) for word in args]
     return [str(Path(word).absolute()) if Path(word).exists() else word for word in words]
-
-
-def _fail(problem: str) -> int:
-    print(f"error: {problem}", file=sys.stderr, flush=True)
-    print("stopping all programs", flush=True)  # the validator ends what it computes
-    return ExitStatus.FAULT
 
 
 def _period_of(options: argparse.Namespace) -> float:
@@ -157,9 +150,10 @@ class _Trial:
 
     options: argparse.Namespace
     longest: float  # seconds without an outer step
-    validator: NeuronState
+    founder: Founder
+    environment: dict[str, str]
     began: float
-    members: dict[int, tuple[Child, NeuronState]] = field(default_factory=dict)  # by uid
+    members: dict[int, LocalNeuron] = field(default_factory=dict)  # by uid
     reached: int = 0  # outer steps
     reached_at: float = field(default_factory=time.monotonic)
     refused: Counter[int] = field(default_factory=Counter)  # uploads in a row, by uid
@@ -172,57 +166,52 @@ class _Trial:
             "neuron.run_folder": str(home / "run"),
         }
         plugins = ["--plugins", *self.options.plugins] if self.options.plugins else []
-        try:
-            with redirect_stdout(io.StringIO()), chdir(home.parent):
-                _, uid = enter(home, [str(file), *to_words(settings), *plugins])
-        except RuntimeError as error:  # the registry has gone meanwhile, or has refused
-            raise ConfigError(str(error)) from None
-        threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // self.options.members))}
-        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
+        uid = join(home, file, [*to_words(settings), *plugins])
         given = [str(file) if word == NETWORK else word for word in words]
-        child = Child(
-            name=home.name,
-            command=["nice", "-n", _NICE, sys.executable, *given],
-            environment={**threads, **os.environ, **path},
-            folder=home,
+        threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // self.options.members))}
+        self.members[uid] = member = LocalNeuron(
+            home.name,
+            ["nice", "-n", _NICE, sys.executable, *given],
+            threads | self.environment,
+            home,
+            state=NeuronState(home / "run"),
         )
-        assert uid is not None  # a registry gives one
-        self.members[uid] = child, NeuronState(home / "run")
-        child.start()
+        member.start()
         with suppress(OSError):  # Linux shares the cores between sessions first
-            Path(f"/proc/{child.pid}/autogroup").write_text(_NICE)
+            Path(f"/proc/{member.pid}/autogroup").write_text(_NICE)
 
     def end(self) -> None:
-        pids = [child.pid for child, _ in self.members.values() if child.pid]
+        pids = [member.pid for member in self.members.values() if member.pid]
         end_sessions(pids, settle=timedelta(0), grace=timedelta(seconds=5))
+        stop_together([self.founder], _STOP)
 
     @property
     def done(self) -> bool:
         """Return whether all rounds are over, and the members have had time for the last update."""
         waited = time.monotonic() - self.reached_at > _PATIENCE.total_seconds()
-        applied = all(state.outer_step >= self.reached for _, state in self.members.values())
+        applied = all(m.state.outer_step >= self.reached for m in self.members.values())
         return self.reached >= self.options.rounds and (applied or waited)
 
     def look(self) -> str:
         """Print what is new. Return why the trial ends here, else ""."""
-        for event in self.validator.poll():
+        for event in self.founder.state.poll():
             if problem := self._follow(event):
                 return problem
-        for child, state in self.members.values():
-            state.poll()
-            if child.exit_status is not None and self.reached < self.options.rounds:
-                return self._obituary(child, state)
+        for member in self.members.values():
+            member.state.poll()
+            if member.exit_status is not None and self.reached < self.options.rounds:
+                return self._obituary(member)
         if time.monotonic() - self.reached_at > self.longest:
-            each = "; ".join(f"{c.name} {_stage(c, s)}" for c, s in self.members.values())
+            each = "; ".join(f"{m.name} {_stage(m)}" for m in self.members.values())
             return (
                 f"no outer step came within {self.longest:.0f} s ({each}): a script whose "
                 "steps are slow needs a longer --set round.period=60s, one that starts slowly a "
                 "longer --timeout"
             )
-        return ""
+        return self.founder.problem
 
     def _follow(self, event: dict[str, object]) -> str:
-        name = lambda uid: self.members[uid][0].name if uid in self.members else f"uid {uid}"
+        name = lambda uid: self.members[uid].name if uid in self.members else f"uid {uid}"
         match event:
             case {
                 "kind": "outer_step",
@@ -232,7 +221,7 @@ class _Trial:
             }:
                 self.reached, self.reached_at = reached, time.monotonic()
                 self.refused.clear()
-                loss = held_out(self.validator.tables["held_out"][-1])
+                loss = held_out(self.founder.state.tables["held_out"][-1])
                 merged = ", ".join(name(uid) for uid in uids if uid not in later)
                 carried = f"; carried over {', '.join(map(name, later))}" if later else ""
                 print(
@@ -249,22 +238,25 @@ class _Trial:
                 print(f"the upload of {name(uid)} is refused: {reason}", flush=True)
         return ""
 
-    def _obituary(self, child: Child, state: NeuronState) -> str:
-        if not child.exit_status and not _has_joined(child):
+    def _obituary(self, member: LocalNeuron) -> str:
+        if not member.exit_status and not _has_joined(member):
             return (
                 f"{self.options.script} ended without a call of join(), so it was no member: see "
                 "docs/join-a-script.md"
             )
-        last = (child.last_lines() or ["it printed nothing"])[-1]
+        last = (member.last_lines() or ["it printed nothing"])[-1]
         return (
-            f"the script of {child.name} ended with status {child.exit_status} at inner step "
-            f"{state.inner_step}, before outer step {self.reached + 1}: {last} ({child.log})"
+            f"the script of {member.name} ended with status {member.exit_status} at inner step "
+            f"{member.state.inner_step}, before outer step {self.reached + 1}: {last} "
+            f"({member.log})"
         )
 
 
-def _has_joined(child: Child) -> bool:
-    return (child.folder / "run" / "instance.json").exists()
+def _has_joined(member: LocalNeuron) -> bool:
+    return (member.state.folder / "instance.json").exists()
 
 
-def _stage(child: Child, state: NeuronState) -> str:
-    return f"is at inner step {state.inner_step}" if _has_joined(child) else "has not called join()"
+def _stage(member: LocalNeuron) -> str:
+    if not _has_joined(member):
+        return "has not called join()"
+    return f"is at inner step {member.state.inner_step}"

@@ -85,29 +85,28 @@ def test_own_text_is_in_nothing_that_leaves_a_miner(
     with LocalSubnet(options=paced(options, samples=4), stop_grace=timedelta(seconds=60)) as subnet:
         subnet.wait_for_outer_steps(1, timedelta(seconds=500))
         subnet.wait_for_figures(timedelta(seconds=60))
-        assert subnet.services is not None
         for miner in subnet.miners:
             doctor = subprocess.run(
                 [sys.executable, "-m", "distributed_training", "doctor", "--json",
-                 *subnet.services.flags(miner.plan),
-                 "--data.own_text", str(tmp_path / "own" / miner.plan.name)],
-                env=subnet.services.environment(miner.plan),
+                 *miner.flags, *subnet.options.miner_flags,
+                 "--data.own_text", str(tmp_path / "own" / miner.name)],
+                env=miner.environment,
                 capture_output=True,
                 timeout=240,
             )  # fmt: skip
-            (tmp_path / "subnet" / f"doctor-{miner.plan.name}").write_bytes(
+            (tmp_path / "subnet" / f"doctor-{miner.name}").write_bytes(
                 doctor.stdout + doctor.stderr
             )
             assert b"own text: 1 files" in doctor.stdout
         bytes_sent = sum(
             event["bytes_sent"]
             for miner in subnet.miners
-            for event in read_events(miner.plan.folder / "events.jsonl", "publication")
+            for event in read_events(miner.folder / "events.jsonl", "publication")
         )
         for miner in subnet.miners:
-            with closing(subnet.services.open_bucket(miner.plan)) as bucket:
-                assert bucket.list_objects(f"uploads/{miner.plan.uid}/")
-        scored = [*read_events(subnet.validator.plan.folder / "events.jsonl", "upload_scored")]
+            with closing(subnet.open_bucket(miner)) as bucket:
+                assert bucket.list_objects(f"uploads/{miner.uid}/")
+        scored = [*read_events(subnet.validator.folder / "events.jsonl", "upload_scored")]
     assert any(event["ok"] and "assigned_before" not in event for event in scored)
     recorded = sum(path.stat().st_size for path in sent.iterdir())
     assert recorded > bytes_sent > 1e6, "the uploads are among what was written down"

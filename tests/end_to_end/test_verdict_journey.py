@@ -11,6 +11,8 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import httpx
 import pytest
 
 from distributed_training.common.processes import command_of
-from distributed_training.localnet.services import Child, SubnetOptions
+from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from tests.tools.page import Page, served
 from tests.tools.subnet_tools import idle, steps_of, stop_miner
@@ -27,6 +29,7 @@ from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 WAIT = timedelta(seconds=600)
+STORE, REGISTRY = "weed -logtostderr server", "network_command serve"
 
 
 class Journey:
@@ -39,7 +42,7 @@ class Journey:
     def run(self, *words: str) -> tuple[int, Any]:
         done = subprocess.run(
             [sys.executable, "-m", *words],
-            env=self.miner.child.environment,
+            env=self.miner.environment,
             cwd=self.folder.parent,
             capture_output=True,
             text=True,
@@ -63,7 +66,7 @@ class Journey:
 
     @property
     def log(self) -> str:
-        return self.miner.child.log.read_text()
+        return self.miner.log.read_text()
 
     def lines(self, words: str) -> list[str]:
         return [line.partition(words)[2] for line in self.log.splitlines() if words in line]
@@ -130,7 +133,7 @@ def test_log_dashboard_status_and_doctor_never_contradict_each_other(tmp_path: P
         period=3000,  # no round comes between
     )
     with LocalSubnet(options=idle(options)) as subnet:
-        folder = subnet.miners[0].plan.folder
+        folder = subnet.miners[0].folder
         with served(folder) as page:
             journey = Journey(subnet, folder, page)
             journey.trains()
@@ -151,7 +154,7 @@ def killed(journey: Journey) -> None:
 
 def refused(journey: Journey) -> None:
     """The store does not take its write key."""
-    child = journey.miner.child
+    child = journey.miner
     (name,) = (name for name in child.environment if name.endswith("WRITE_SECRET_ACCESS_KEY"))
     right = child.environment[name]
     assert stop_miner(journey.subnet, 0) == 0
@@ -168,22 +171,28 @@ def refused(journey: Journey) -> None:
 
 
 def links_down(journey: Journey) -> None:
-    servers = ("weed -logtostderr server", "network_command serve")
+    with stopped(journey, STORE, REGISTRY):
+        found = journey.expect("no connection", bad=True, says="not answered")
+        assert found["store_silent_since"] is not None
+    journey.trains()
+
+
+@contextmanager
+def stopped(journey: Journey, *servers: str) -> Iterator[None]:
+    """The servers keep their ports and answer nothing meanwhile."""
     away = [
         process
         for process in journey.subnet.processes()
         if any(name in command_of(process) for name in servers)
     ]
-    assert len(away) == 2
+    assert len(away) == len(servers)
     for process in away:
         process.send_signal(signal.SIGSTOP)
     try:
-        found = journey.expect("no connection", bad=True, says="not answered")
-        assert found["store_silent_since"] is not None
+        yield
     finally:
         for process in away:
             process.send_signal(signal.SIGCONT)
-    journey.trains()
 
 
 # --- a network whose registry gives access to its store -------------------------------------------
@@ -201,11 +210,11 @@ def test_members_are_told_of_silence_and_refused_uploads(tmp_path: Path) -> None
         rules={"training.sequence_length": 64, "round.grace": "20s"},
     )
     with steps_of(1.0), LocalSubnet(options=idle(options)) as subnet:
-        hostile = subnet.miners[1].child
+        hostile = subnet.miners[1]
         subnet.kill_miner(1)  # if it began already
         hostile.environment["HOSTILE_FACTOR"] = "-1"
         subnet.restart_miner(1)
-        places = [miner.plan.folder for miner in subnet.miners]
+        places = [miner.folder for miner in subnet.miners]
         with served(places[0]) as page, served(places[1]) as other:
             journey = Journey(subnet, places[0], page)
             found = journey.expect("counts", bad=False, says="was merged")
@@ -216,30 +225,19 @@ def test_members_are_told_of_silence_and_refused_uploads(tmp_path: Path) -> None
             assert stop_miner(subnet, 1) == 0
             del hostile.environment["HOSTILE_FACTOR"]
             subnet.restart_miner(1)
-            store, chain = (child for child in subnet.services.children[:2])  # type: ignore[union-attr]
-            closes_pass_unused(journey, chain, "the registry has not answered")
-            closes_pass_unused(journey, store, "the store has not answered")
-            for child in (store, chain):
-                child.kill_tree()
-            found = journey.expect("no connection", bad=True, says="link works")
-            assert "this machine's network" not in found["remedy"]
-            come_back(journey, store, chain)
+            closes_pass_unused(journey, REGISTRY, "the registry has not answered")
+            closes_pass_unused(journey, STORE, "the store has not answered")
+            with stopped(journey, STORE, REGISTRY):
+                found = journey.expect("no connection", bad=True, says="link works")
+                assert "this machine's network" not in found["remedy"]
             journey.expect("counts", bad=False)
 
 
-def closes_pass_unused(journey: Journey, child: Child, says: str) -> None:
-    """``child`` is killed over at least one close, and comes back."""
-    child.kill_tree()
-    found = journey.expect("no connection", bad=True, says=says)
-    assert journey.status()["status"] == 1 and "tell the founder" in found["remedy"]
-    wait_for(lambda: journey.status()["missed_closes"] > 0, "a missed close", seconds=180)
-    assert "passed without an upload" in journey.status()["cause"]
-    come_back(journey, child)
+def closes_pass_unused(journey: Journey, server: str, says: str) -> None:
+    """``server`` does not answer over at least one close, and comes back."""
+    with stopped(journey, server):
+        found = journey.expect("no connection", bad=True, says=says)
+        assert journey.status()["status"] == 1 and "tell the founder" in found["remedy"]
+        wait_for(lambda: journey.status()["missed_closes"] > 0, "a missed close", seconds=180)
+        assert "passed without an upload" in journey.status()["cause"]
     journey.expect("counts", bad=False)
-
-
-def come_back(journey: Journey, *children: Child) -> None:
-    for child in children:
-        child.start()
-    for child in children:
-        child.wait_ready()

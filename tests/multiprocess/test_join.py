@@ -61,7 +61,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     folder = tmp_path_factory.mktemp("founder")
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
-    with ObjectStoreServer(folder=folder / "store") as store:
+    with ObjectStoreServer(folder / "store") as store:
         words = ("--name", "lab", "--host", "127.0.0.1", "--registry", url)
         more = ("--data-source", "stdlib", "--store", store.endpoint, "--exchange", "hivemind")
         assert network_command.main(["init", str(folder / "lab"), *words, *more]) == 0

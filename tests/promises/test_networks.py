@@ -12,7 +12,7 @@ import io
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -98,7 +98,7 @@ def network(
     subnet = LocalSubnet(options=paced(options, samples=4), stop_grace=timedelta(seconds=90))
 
     def logs() -> list[str]:
-        files = [miner.plan.folder / "log.txt" for miner in subnet.miners]
+        files = [miner.folder / "log.txt" for miner in subnet.miners]
         # A miner begins its log after its program was loaded.
         return [file.read_text() if file.exists() else "" for file in files]
 
@@ -123,32 +123,31 @@ def network(
             subnet.wait_for_figures(timedelta(seconds=30))
             subnet.wait_until(lambda: all(map(counts, subnet.miners)), WAIT, "that uploads count")
             lines = [" ".join(p.cmdline()) for p in subnet.processes()]
-            services, plan = subnet.services, subnet.miners[-1].plan
-            assert services is not None
+            last = subnet.miners[-1]
             status, checks, _ = doctor(
-                *services.flags(plan),
+                *last.flags,
+                *subnet.options.miner_flags,
                 folder=tmp_path_factory.mktemp("doctor"),
-                environ=services.environment(plan),
+                environ=last.environment,
             )
-            probed = probe(plan.dht_port) if exchange == "hivemind" else (0, "")
+            probed = probe(last.flags) if exchange == "hivemind" else (0, "")
             verdicts = dt_score(subnet.folder)
             assert export.main([str(subnet.folder / "out"), "--subnet", str(subnet.folder)]) == 0
             manifests, audit = published(subnet, tmp_path_factory.mktemp("audit"))
             objects = uploads(subnet)
-            environs = [services.environment(neuron.plan) for neuron in subnet.neurons]
-            secrets = {v for given in environs for name, v in given.items() if "SECRET" in name}
+            secrets = {v for name, v in subnet.store.keys.items() if "SECRET" in name}
     left = (manifests, audit, objects, secrets, lines, killed, (status, checks), probed, verdicts)
     yield Network(exchange, subnet, logs(), *left)
 
 
 def kept(miner: LocalNeuron) -> bool:
     """Return whether ``miner`` has a checkpoint to start again from."""
-    return any(miner.plan.folder.glob("checkpoints/checkpoint-*/rank-0.json"))
+    return any(miner.folder.glob("checkpoints/checkpoint-*/rank-0.json"))
 
 
 def counts(miner: LocalNeuron) -> bool:
     """Return whether ``miner`` knows that the newest manifest has merged its upload."""
-    return "dt_counts 1" in (miner.plan.folder / "metrics.prom").read_text()
+    return "dt_counts 1" in (miner.folder / "metrics.prom").read_text()
 
 
 def kill(subnet: LocalSubnet, index: int, kind: str) -> kills.Kill:
@@ -162,8 +161,8 @@ def trains_on(kill: kills.Kill) -> bool:
     return kills.first_step(kill.miner, kill.at, restarted=restarted) is not None
 
 
-def probe(port: int) -> tuple[int, str]:
-    told = io.StringIO()
+def probe(flags: Sequence[str]) -> tuple[int, str]:
+    told, port = io.StringIO(), flags[flags.index("--dht.port") + 1]
     with contextlib.redirect_stdout(told):
         return run_doctor(["--probe", f"127.0.0.1:{port}", "--json"]), told.getvalue()
 
@@ -177,11 +176,10 @@ def dt_score(folder: Path) -> dict[str, Any]:
 
 def published(subnet: LocalSubnet, folder: Path) -> tuple[list[Manifest], Audit]:
     """Return the chain of manifests, each with the master's signature, and what an audit finds."""
-    assert subnet.services is not None
-    file = str(subnet.services.network)
-    config = load_config("validator", ["--network", file], check=False, dotenv=None)
+    words = ["--network", str(subnet.network)]
+    config = load_config("validator", words, check=False, dotenv=None)
     master = Master(config.swarm.run_id, config.miner.master_ss58_address, verify)
-    with contextlib.closing(subnet.services.open_bucket(subnet.validator.plan)) as bucket:
+    with contextlib.closing(subnet.open_bucket()) as bucket:
 
         def read(key: str, most: int) -> bytes:
             found = bucket.get(key, limit=most)
@@ -199,11 +197,10 @@ def published(subnet: LocalSubnet, folder: Path) -> tuple[list[Manifest], Audit]
 
 def uploads(subnet: LocalSubnet) -> set[str]:
     """Return the keys of all files in the buckets to which members upload."""
-    services, found = subnet.services, set()
-    assert services is not None
+    found = set()
     hivemind = subnet.options.exchange == "hivemind"
     for neuron in subnet.miners if hivemind else [subnet.validator]:
-        with contextlib.closing(services.open_bucket(neuron.plan)) as bucket:
+        with contextlib.closing(subnet.open_bucket(neuron)) as bucket:
             found |= {one.key for one in bucket.list_objects("")}
     return found
 
@@ -244,7 +241,7 @@ def test_a_close_before_enough_inner_steps_blocks_the_upload(network: Network) -
     wanted = r"UPLOAD BLOCKED: inner_step \((\d)\) < minimum \(5\)\. Validators will reject this! "
     assert (found := re.match(wanted, first)) and int(found[1]) < 5
     assert first.endswith("Waiting for more training steps...")
-    uploads = list(read_events(network.subnet.miners[1].plan.events, "upload"))
+    uploads = list(read_events(network.subnet.miners[1].folder / "events.jsonl", "upload"))
     assert uploads and min(event["inner_step"] for event in uploads) >= 5
     assert network.logs[1].index("UPLOAD BLOCKED") < network.logs[1].index("Successfully pushed")
 
@@ -298,7 +295,7 @@ def test_all_start_each_outer_step_with_the_signed_weights(network: Network) -> 
     for before, manifest in zip(network.manifests, network.manifests[1:], strict=False):
         manifest.check_after(before)
     for miner, log in zip(network.subnet.miners, network.logs, strict=True):
-        events = read_events(miner.plan.events, "outer_step")
+        events = read_events(miner.folder / "events.jsonl", "outer_step")
         assert {1, 2} <= {event["outer_step"] for event in events}, log
 
 
@@ -325,7 +322,7 @@ def test_progress_is_uploaded_between_two_closes(network: Network) -> None:
 
 def test_a_member_has_keys_where_it_has_a_bucket(network: Network) -> None:
     for miner in network.subnet.miners:
-        config = (miner.plan.folder / "config.txt").read_text()
+        config = (miner.folder / "config.txt").read_text()
         assert ("R2_WRITE_SECRET_ACCESS_KEY                     ********" in config) == (
             network.exchange == "hivemind"
         )
@@ -344,8 +341,10 @@ def test_no_secret_on_a_command_line_or_in_a_log(network: Network) -> None:
 def test_a_stop_ends_every_program_with_status_0(network: Network) -> None:
     assert network.subnet.problems == [] and network.subnet.strays == []
     assert not network.subnet.processes()
-    statuses = {neuron.child.exit_status for neuron in network.subnet.neurons}
+    statuses = {neuron.exit_status for neuron in network.subnet.neurons}
     assert statuses == {0}
+    validator = network.subnet.validator
+    assert validator.state.phase == "stopped" and "had to be" not in validator.log.read_text()
     for log in network.logs:
         assert "Stopped with status 0: asked to stop" in log and "Traceback" not in log
 
@@ -375,7 +374,7 @@ def test_the_doctor_finds_a_running_miner_in_order(network: Network) -> None:
     # The founder's file has a value that a flag of these miners gives too.
     assert "leave it out" in checks["configuration"]["remedy"]
     assert "the running miner listens there" in checks["port dht.port"]["finding"]
-    assert f"uid {network.subnet.miners[-1].plan.uid}" in checks["hotkey"]["finding"]
+    assert f"uid {network.subnet.miners[-1].uid}" in checks["hotkey"]["finding"]
 
 
 def test_a_second_machine_dials_a_miner_back(network: Network) -> None:
@@ -393,13 +392,13 @@ def test_score_and_export_read_the_signed_weights(network: Network) -> None:
 
 def test_each_miner_first_logs_its_identity_and_keeps_its_settings(network: Network) -> None:
     for miner, log in zip(network.subnet.miners, network.logs, strict=True):
-        begins = re.search(rf"Miner \S+: uid {miner.plan.uid}, hotkey 5\w+", log)
+        begins = re.search(rf"Miner \S+: uid {miner.uid}, hotkey 5\w+", log)
         model = re.search(r"Global state of outer step \d+: a model of [0-9.]+ M param", log)
         assert begins and model
         assert begins.start() < model.start() < log.index("Inner Step: 1 ")
         assert log.index("Configuration of this miner") < begins.start()
         assert len(log[: begins.start()].splitlines()) < 40, "not all settings"
-        settings = miner.plan.folder / "config.txt"
+        settings = miner.folder / "config.txt"
         assert "--neuron.checkpoint_steps" in settings.read_text()
         assert settings.stat().st_mode & 0o777 == 0o600
 
@@ -407,7 +406,7 @@ def test_each_miner_first_logs_its_identity_and_keeps_its_settings(network: Netw
 def test_each_warning_of_a_miners_log_is_explained(network: Network) -> None:
     reference = Reference()
     for miner in network.subnet.miners:
-        lines = miner.child.log.read_text().splitlines()
+        lines = miner.log.read_text().splitlines()
         found = [LINE.fullmatch(line) for line in lines]
         undated = [line for line, match in zip(lines, found, strict=True) if match is None]
         unknown = {m[2] for m in found if m and not reference.has(m[2], level=m[1])}
@@ -429,29 +428,29 @@ def not_written(folder: Path, *files: str) -> set[str]:
 
 def test_every_metric_is_written_by_a_real_miner_or_validator(network: Network) -> None:
     each = [
-        not_written(miner.plan.folder, "metrics.prom", "launcher.prom")
+        not_written(miner.folder, "metrics.prom", "launcher.prom")
         for miner in network.subnet.miners
     ]
     # One that was killed may have sent nothing since.
     missing = {name for name in set.intersection(*each) if not name.startswith("network_")}
     assert {n for n in missing if not NOT_MEASURED.fullmatch(n)} == set()
-    missing = not_written(network.subnet.validator.plan.folder, "metrics.prom")
+    missing = not_written(network.subnet.validator.folder, "metrics.prom")
     # A stopped network is neither well nor ill; a speed takes two outer steps.
     of_network = {name for name in missing if name.startswith("network_")}
     assert of_network <= {"network_training", "network_tokens_per_second"}
 
 
 def test_the_page_shows_the_run_and_no_secret(network: Network) -> None:
-    with served(*(neuron.plan.folder for neuron in network.subnet.neurons)) as page:
+    with served(*(neuron.folder for neuron in network.subnet.neurons)) as page:
         answers = [httpx.get(page.url + "history", timeout=30)]
         for miner in network.subnet.miners:
-            named = {"neuron": miner.plan.name}
+            named = {"neuron": miner.name}
             answers.append(httpx.get(page.url + "metrics", params=named, timeout=30))
     assert all(answer.status_code == 200 for answer in answers)
     assert not [secret for a in answers for secret in network.secrets if secret in a.text]
     shown = {neuron["name"]: neuron for neuron in answers[0].json()["neurons"]}
     for miner in network.subnet.miners:
-        known = shown[miner.plan.name]
+        known = shown[miner.name]
         assert known["state"] == "stopped" and known["marks"] and known["tables"]["publication"]
         assert len(known["steps"]) == len(miner.state.losses)
     assert shown["validator"]["scores"]

@@ -47,6 +47,6 @@ def stop_miner(
     subnet: LocalSubnet, index: int, grace: timedelta = timedelta(seconds=30)
 ) -> int | None:
     """Stop a miner as pm2 would; its exit status, None if it did not stop in ``grace``."""
-    child = subnet.miners[index].child
+    child = subnet.miners[index]
     child.signal(signal.SIGINT)
     return child.wait(grace)

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from pydantic import SecretStr
-
 from distributed_training.config.settings import StoreSettings
 from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.store import transfer
@@ -28,14 +26,12 @@ LARGE = "uploads/7/4.0.safetensors"  # key of an :class:`Upload`'s file in parts
 
 def settings_for(server: ObjectStoreServer, **changes: Any) -> StoreSettings:
     """Return the settings by which a member reaches its buckets there."""
-    known = {name.removeprefix("R2_").lower(): value for name, value in server.keys.items()}
     values: dict[str, Any] = {
-        **{n: SecretStr(v) if n.startswith(("read", "write")) else v for n, v in known.items()},
         "minimum_valid_inner_step": 5,
         "connect_timeout": timedelta(seconds=3),
         "read_timeout": timedelta(seconds=5),
     }
-    return StoreSettings(**values | changes)
+    return server.settings(**values | changes)
 
 
 def new_bucket(server: ObjectStoreServer, settings: StoreSettings) -> S3ObjectStore:
