@@ -252,6 +252,9 @@ def fold(facts: Facts, event: Mapping[str, Any], at: float) -> Facts:
     match event:
         case {"kind": "start"}:
             changed = {"uid": _whole(event.get("uid"), facts.uid), "outer_step": outer_step}
+            if facts.step:  # a checkpoint may be older than the last step
+                number = _whole(event.get("inner_step"), facts.step.value)
+                changed["step"] = Fact(number, facts.step.at)
         case {"kind": "step"}:
             mode = "training" if mode == "starting" else mode
             step, seconds = Fact(_whole(event.get("inner_step"), 0), at), event.get("seconds")
