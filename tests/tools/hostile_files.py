@@ -202,7 +202,7 @@ READERS: dict[str, Reader] = {
         _json({"name": "n", "version": 3, "master": "5F", "run_id": "r"}),
         ("ValueError",),
     ),
-    "standings": Reader("standings.json", Standings.load, _json(_STANDINGS), ("ValueError",)),
+    "standings": Reader("standings.json", Standings.load, _json(_STANDINGS), ("GlobalStateError",)),
 }
 
 # --- bombs: small files that ask for much work ----------------------------------------------------

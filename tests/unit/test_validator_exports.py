@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -224,8 +225,11 @@ def test_a_validators_own_model_is_exported_and_looked_at(tmp_path: Path) -> Non
         "names = safe_open(sys.argv[1] + '/model.safetensors', 'pt').keys()\n"
         "print(json.dumps({'tensors': len(list(names)), 'step': int(sys.argv[2])}))"
     )
-    changes = {"export_every": 1, "export_command": f"{sys.executable} {look}"}
-    world = StoreWorld(tmp_path, **changes)
+    changes: Any = {"export_every": 1, "export_command": f"{sys.executable} {look}"}
+    world = StoreWorld(
+        tmp_path,
+        change=lambda config: replace(config, validator=replace(config.validator, **changes)),
+    )
     assert world.round().outer_step == 1
     wait_for(
         lambda: bool(world.events.of("export")), "the export", 390, every=0.5
