@@ -38,6 +38,7 @@ from distributed_training.store.errors import (
     IntegrityError,
     NotGrantedError,
     ObjectMissingError,
+    OtherBytesError,
     PreconditionError,
     StoppedError,
     StoreError,
@@ -70,7 +71,13 @@ _LONGEST_PROGRESS = 3600.0  # seconds for sending a progress upload
 _SHORTEST = 0.2  # seconds between two turns
 _LATE = 75.0  # seconds for which a store may show an older state without a line
 #: Faults of an object, in place of which the next sound object is taken.
-_FAULTS = (StateUnavailable, ObjectMissingError, IntegrityError, PreconditionError)
+_FAULTS = (
+    StateUnavailable,
+    ObjectMissingError,
+    IntegrityError,
+    OtherBytesError,
+    PreconditionError,
+)
 _UPDATES_OF_WEIGHTS = 8  # about as many bytes as whole weights: half a byte per value, and 4 bytes
 _SLOW = 15.0  # seconds after which an answer to a look at the state is overdue
 

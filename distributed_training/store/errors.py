@@ -5,6 +5,7 @@ The texts are for the operator and never hold a key, a secret or a signed addres
     StoreError
         TransientError          back off and try again
             NotGrantedError     by the registry, which does not answer
+            OtherBytesError     and look elsewhere where it stays
         CertificateError        the authorities, or the clock
         AccessDeniedError       the keys
             ClockSkewError      the clock
@@ -35,6 +36,10 @@ class TransientError(StoreError):
 
 class AccessDeniedError(StoreError):
     """403: the keys are wrong or lack a permission; the text says which."""
+
+
+class OtherBytesError(TransientError):
+    """A range came with other bytes than were asked for: a cache may cut or ignore it."""
 
 
 class NotGrantedError(TransientError):

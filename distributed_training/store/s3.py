@@ -48,6 +48,7 @@ from .errors import (
     ClockSkewError,
     IntegrityError,
     ObjectMissingError,
+    OtherBytesError,
     PreconditionError,
     RefusedError,
     StoreError,
@@ -328,7 +329,7 @@ class S3ObjectStore:
             with answer["Body"] as body:
                 # With status 200 in place of 206 this is the whole object: gigabytes of memory.
                 if answer["ContentLength"] > length:
-                    raise TransientError(f"{self._bucket}/{key}: the store ignored the range")
+                    raise OtherBytesError(f"{self._bucket}/{key}: the store ignored the range")
                 return self._read(key, body, answer["ContentLength"])
 
     def put(self, key: str, data: bytes | Section) -> str:

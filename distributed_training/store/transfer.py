@@ -59,9 +59,9 @@ from .errors import (
     IntegrityError,
     NoRoomError,
     ObjectMissingError,
+    OtherBytesError,
     PreconditionError,
     StoreError,
-    TransientError,
     UnsupportedError,
     UploadMissingError,
 )
@@ -139,8 +139,8 @@ class Retry:
     """Tries an operation again until it succeeds, fails for good, or its time is up.
 
     ``until``: ``time.monotonic()`` at which the last operation must be done; ``each``: how long one
-    operation may take. Only errors that are marked retryable are tried again. When time is up, they
-    become a DeadlineError with the text of the last one.
+    operation may take. Only errors that are marked retryable are tried again. When time is up, an
+    OtherBytesError is raised, and others become a DeadlineError with the text of the last one.
     """
 
     def __init__(
@@ -169,6 +169,8 @@ class Retry:
                 uplink.check_stopped()
                 pause = waits.failed().total_seconds()
                 if time.monotonic() + pause > deadline:
+                    if isinstance(error, OtherBytesError):  # a reader may look elsewhere
+                        raise
                     raise DeadlineError(f"{error}: no success in the time allowed") from None
             uplink.sleep(pause)
 
@@ -256,7 +258,7 @@ def download(
     def read(start: int, length: int) -> bytes:
         data = store.get_range(key, start, length, etag=info.etag)
         if len(data) != length:
-            raise TransientError(f"{place}: {len(data)} bytes came instead of {length}")
+            raise OtherBytesError(f"{place}: {len(data)} bytes came instead of {length}")
         return data
 
     def fetch(start: int) -> None:

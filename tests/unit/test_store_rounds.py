@@ -6,6 +6,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,6 +134,28 @@ def test_update_for_weights_no_longer_held_is_not_posted(
     store.faults["get_range", keys.outer_key(1, keys.UPDATE)] = meanwhile
     [update] = miner.pass_time(60)
     assert isinstance(update, Update) and update.outer_step == 3
+
+
+@pytest.mark.parametrize("fault", ["cut", "ignored"])
+def test_an_update_whose_ranges_stay_other_bytes_is_gone_around_by_later_weights(
+    store: FaultyStore,
+    leader: Leader,
+    miner: Miner,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+) -> None:
+    monkeypatch.setattr(transfer, "NO_PROGRESS", timedelta(0))
+
+    def answer(data: bytes) -> bytes:
+        if fault == "ignored":
+            raise errors.OtherBytesError("the store ignored the range")
+        return data[:-1]
+
+    store.faults["get_range", keys.outer_key(1, keys.UPDATE)] = answer
+    leader.take_outer_step()
+    leader.take_outer_step(whole=True)
+    [weights] = miner.pass_time(60)
+    assert isinstance(weights, Update) and weights.whole and weights.outer_step == 2
 
 
 def test_member_far_behind_gets_weights_and_then_the_updates(
