@@ -343,7 +343,7 @@ def _name(temporary: Path, target: Path) -> None:
 
 async def _pieces(file: IO[bytes], length: int) -> AsyncIterator[bytes]:
     """Yield ``length`` bytes of an open file from where it stands, as its client reads them."""
-    with file:
+    try:
         while length:
             piece = await asyncio.to_thread(file.read, min(_PIECE, length))
             if not piece:
@@ -351,3 +351,7 @@ async def _pieces(file: IO[bytes], length: int) -> AsyncIterator[bytes]:
             length -= len(piece)
             for at in range(0, len(piece), _SENT):
                 yield piece[at : at + _SENT]
+    finally:
+        # Not in this thread: after its client has left, a read that still waits for the disk holds
+        # the file, and nobody would be answered until it ends.
+        asyncio.get_running_loop().run_in_executor(None, file.close)

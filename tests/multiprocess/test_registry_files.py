@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import io
 import os
 import socket
 import threading
@@ -276,3 +278,41 @@ def test_a_forged_url_is_counted_and_a_granted_one_is_not(world: AccessWorld) ->
         world.server._service._addresses = Buckets(rate=0.001, burst=5)
         assert 429 in {client.get(forged).status_code for _ in range(20)}
         assert {client.get(grant).status_code for _ in range(20)} == {200}
+
+
+class _Disk(io.RawIOBase):
+    """A file whose disk does not answer until ``answers`` is set."""
+
+    def __init__(self) -> None:
+        self.asked, self.answers = threading.Event(), threading.Event()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self.asked.set()
+        assert self.answers.wait(60)
+        return len(buffer)
+
+
+def test_a_client_that_leaves_while_the_disk_hangs_keeps_nobody_waiting() -> None:
+    disk = _Disk()
+    file = io.BufferedReader(disk)
+    late = threading.Timer(20.0, disk.answers.set)  # so that a loop that waits fails, and ends
+
+    async def leave() -> None:
+        reading = asyncio.ensure_future(anext(files._pieces(file, 1 << 20)))
+        await asyncio.to_thread(disk.asked.wait, 60)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert not disk.answers.is_set(), "the loop waited for the disk"
+        disk.answers.set()
+
+    late.start()
+    try:
+        asyncio.run(leave())
+    finally:
+        late.cancel()
+        disk.answers.set()
+    assert file.closed, "the end of the loop waits for its threads"
