@@ -50,6 +50,7 @@ class AnotherLeadsError(GlobalStateError):
 
 
 _PUBLICATION = timedelta(minutes=30)  # limit for a publication, with retries
+_AGAIN = 60.0  # seconds before a large file is sent again that the store does not keep
 SERIALS = 1 << 20  # distance above the closes that may have moved without our knowing
 
 
@@ -79,6 +80,7 @@ class OuterSteps(OwnCopy):
         self._ours: list[bytes] = []  # our last two states, since an answer may have been lost
         self._looks = 0  # looks since an outer step was published
         self._older: Manifest  # the manifest after the one that the next look compares
+        self._sent_at: dict[str, float] = {}  # key -> when it was sent, by time.monotonic()
         self._fault = ""  # fault of the state in the store, as it was logged
         self.emptied = False  # the store had no state at a look
         self._gone: set[str] = set()  # objects that nobody has
@@ -292,7 +294,13 @@ class OuterSteps(OwnCopy):
         sound = [one for one in wrong if one.path.exists() and sha256_of(one.path) == one.digest]
         gone = {one.key for one in wrong if one not in sound}
         signed = [one for one in sound if one.key.endswith(keys.MANIFEST)]
-        files = [(one.key, one.path) for one in sound if one not in signed]
+        now = time.monotonic()
+        # A store may show late what it confirms: a large file is deleted before it is sent again.
+        files = [
+            (one.key, one.path)
+            for one in sound
+            if one not in signed and (deep or now - self._sent_at.get(one.key, -_AGAIN) >= _AGAIN)
+        ]
         logged, self._mended = self._mended, {one.key for one in sound}
         if self._mended - logged:
             log.warning(
@@ -306,6 +314,7 @@ class OuterSteps(OwnCopy):
                 if path.stat().st_size > PART:  # a damaged file would pass for sent by its etag
                     self._retry(self._store.delete, key)
             upload_all(self._store, files, until=deadline_in(_PUBLICATION))
+            self._sent_at |= {key: now for key, path in files if path.stat().st_size > SMALL}
         for one in reversed(signed):
             step, _ = keys.parse_outer_key(one.key) or (0, "")
             data = one.path.read_bytes()

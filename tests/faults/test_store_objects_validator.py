@@ -333,6 +333,32 @@ def test_large_objects_are_read_only_when_members_stay_away(
     assert world.bucket.objects[key][0] == data
 
 
+def test_a_large_object_that_is_shown_late_is_not_sent_at_each_look(
+    base: Base, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outer_steps, "SMALL", 0)
+    world, key, sent = base.again(), OBJECTS["head's update"], 0
+    world.restarted()
+    put = world.bucket.put
+
+    def put_late(name: str, data: Any) -> Any:
+        nonlocal sent
+        if name != key:
+            return put(name, data)
+        sent += 1
+        return "confirmed"
+
+    monkeypatch.setattr(world.bucket, "put", put_late)
+    world.bucket.objects.pop(key)
+    for _ in range(32):
+        world.validator.steps.restore_lost()
+    assert sent == 1
+    monkeypatch.setattr(outer_steps, "_AGAIN", 0.0)
+    for _ in range(32):
+        world.validator.steps.restore_lost()
+    assert sent > 1
+
+
 # --- who leads ---
 
 
