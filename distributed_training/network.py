@@ -427,7 +427,8 @@ def refuse_format(flat: Mapping[str, Any]) -> None:
     if "model.config_file" in flat:
         raise NetworkFileError(
             "its model.config_file names another file, which no program reads any more",
-            "put that file's content into [model.config], by which the signature stays valid",
+            "put that file's content into [model.config], by which the signature stays valid, "
+            "and do the same in each file of versions/",
         )
 
 

@@ -21,6 +21,7 @@ from distributed_training.network import (
     FORMATS,
     VERSION_KEYS,
     VERSIONS,
+    NetworkFileError,
     digest_of,
     flatten,
     is_identity,
@@ -118,6 +119,12 @@ def _next_version(options: argparse.Namespace, flat: Mapping[str, Any]) -> dict[
         return dict.fromkeys(VERSION_KEYS) | {"version": 1}
     newest = max(kept)
     before = flatten(tree_of(read_text(kept[newest])))
+    try:
+        refuse_format(before)
+    except NetworkFileError as error:
+        raise ConfigError(
+            f"{kept[newest]}: {error}, so nothing was signed: {error.remedy}"
+        ) from None
     if flat.get("exchange") != before.get("exchange"):
         raise ConfigError(
             f"exchange is another one than in version {newest}, and members of the two cannot "

@@ -578,6 +578,12 @@ def test_a_file_of_before_is_signed_as_the_next_version_in_words_of_today(
     assert (second.head.format, second.head.version) == (3, 2)
     assert second.head.previous == f"sha256:{first.digest}"
     assert second.values["run_id"] == first.values["run_id"], "the same network"
+    # The versions that an earlier edition wrote may name a file in place of the model.
+    kept = folder / "versions" / "2.toml"
+    kept.write_text(kept.read_text().replace("[model]", '[model]\nconfig_file = "model.json"', 1))
+    assert main(["sign", str(file)]) == 2
+    refused = capsys.readouterr().err
+    assert f"{kept}: its model.config_file names" in refused and "[model.config]" in refused
     assert second.values == first.values, "no rule has changed"
     # Over hivemind format 2 was subnet 38's protocol, so nothing is written.
     text = file.read_text()
