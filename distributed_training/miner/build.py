@@ -40,6 +40,7 @@ from distributed_training.node.identity import Member, commit
 from distributed_training.node.published import fetch_published, open_versions
 from distributed_training.node.start import (
     NetworkFailure,
+    StopNow,
     WrongPlace,
     fetch_tokenizer,
     require_data,
@@ -232,10 +233,13 @@ def open_connections(
     folder: Path,
     stack: ExitStack,
     post: Callable[[ev.Event], None],
+    *,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[Connections, StartupInfo]:
     """Open rank 0's connections; return what they are, and what every rank needs of them.
 
-    ``post``: queues an event, from any thread. Raises ConfigError, NetworkFailure.
+    ``post``: queues an event, from any thread. ``stopped``: whether this start is to end. Raises
+    ConfigError, NetworkFailure, StopNow.
     """
     checkpoints = folder / "checkpoints"
     refuse_old_checkpoints(checkpoints)
@@ -271,7 +275,7 @@ def open_connections(
     )
     stack.callback(rounds.stop)
     resumes = any(checkpoints.glob("checkpoint-*"))
-    outer_step, global_folder, steps = first_weights(rounds, resumes=resumes)
+    outer_step, global_folder, steps = first_weights(rounds, stopped, resumes=resumes)
     model = read_model_config(global_folder)
     log.info("Global state of outer step %d%s", outer_step, describe_size(model, config))
     first = first_outer_step(checkpoints, outer_step)
@@ -325,10 +329,13 @@ def share_start(
     return config, info, connections
 
 
-def first_weights(rounds: StoreRounds, *, resumes: bool) -> tuple[int, Path, int]:
+def first_weights(
+    rounds: StoreRounds, stopped: Callable[[], bool] = lambda: False, *, resumes: bool
+) -> tuple[int, Path, int]:
     """Wait for whole weights; return their outer step, folder, and the inner steps before it.
 
-    ``resumes``: there is a checkpoint to train from, so the weights on the disk are enough.
+    ``resumes``: there is a checkpoint to train from, so the weights on the disk are enough. Raises
+    StopNow once ``stopped`` says so.
     """
     due, began = Throttle(_START_AGAIN), time.monotonic()
     while True:
@@ -349,6 +356,8 @@ def first_weights(rounds: StoreRounds, *, resumes: bool) -> tuple[int, Path, int
                     "this lasts: does the founder's validator run?",
                     error,
                 )
+        if stopped():  # Python drops what a signal raises in a finalizer
+            raise StopNow
         time.sleep(_LOOK_AGAIN)
 
 

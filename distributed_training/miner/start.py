@@ -156,7 +156,9 @@ def train(
 
         # A store that is away may take all the time of a stop for one answer.
         with followed(loading), stop.interrupting():
-            return build.open_connections(config, folder, stack, stop.events.put)
+            return build.open_connections(
+                config, folder, stack, stop.events.put, stopped=lambda: stop.wanted
+            )
 
     # A start may ask chain and store for hours, which is no hang.
     with Heartbeat(folder, me.local_rank).steady():

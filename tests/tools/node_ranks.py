@@ -21,7 +21,7 @@ from tests.tools.miner_ranks import leader_of
 STEPS = int(os.environ.get("NODE_STEPS", "0"))
 
 
-def open_connections(config: Config, folder: Path, *given: Any) -> Any:
+def open_connections(config: Config, folder: Path, *given: Any, **named: Any) -> Any:
     leader_of(folder, config.swarm.run_id)
     return open_played(Path(f"{folder}.bucket"), config, folder, *given)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import shutil
+import signal
 import tarfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -33,6 +35,7 @@ from distributed_training.node import identity as node_chain
 from distributed_training.node.identity import Member
 from distributed_training.node.start import Deregistered, NetworkFailure, StopNow, WrongPlace
 from distributed_training.protocol.types import ExitStatus, Progress
+from distributed_training.store.errors import StoreError
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.model import hf_config
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
@@ -50,6 +53,41 @@ def test_a_start_with_a_checkpoint_does_not_wait_for_the_network(tmp_path: Path)
         manifest=lambda step: SimpleNamespace(total_inner_steps=200),
     )
     assert build.first_weights(rounds, resumes=True) == (4, tmp_path / "4", 200)
+
+
+class _Dropped:
+    """Lets a SIGTERM arrive where Python drops what its handler raises."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_stop_ends_the_wait_for_weights(dropped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    looks = 0
+
+    def fetch() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 2 and dropped:
+            _Dropped()
+        elif looks == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert looks < 3, "it waits on"
+        raise StoreError("away")
+
+    rounds: Any = SimpleNamespace(fetch_newest=fetch)
+    monkeypatch.setattr(build, "_LOOK_AGAIN", 0.0)
+    try:
+        stop = start.RankStop()
+        with pytest.raises(StopNow), stop.interrupting():
+            build.first_weights(rounds, lambda: stop.wanted, resumes=False)
+        assert stop.wanted and not stop.events.empty()
+    finally:
+        for each, handler in kept.items():
+            signal.signal(each, handler)
 
 
 def test_weights_that_do_not_fit_end_a_first_start_and_are_not_asked_of_a_checkpoint() -> None:
