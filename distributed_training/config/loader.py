@@ -48,7 +48,7 @@ from distributed_training.network import (
 )
 from distributed_training.network_place import read_network
 
-from .model import OPERATORS_FILE, TITLES, Config, Kind, problems
+from .model import OPERATORS_FILE, TITLES, USUAL, Config, Kind, problems
 from .removed import REFUSED, RENAMED, RULES, is_removed
 from .schema import Given, Schema, Setting, canonical, schema
 from .settings import AllSettings
@@ -173,6 +173,14 @@ class _Flags(Parser):
         raise refusal_of(message)
 
 
+class _HelpAll(argparse.Action):
+    """Print the help with every flag, as ``--help`` does with the usual flags."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, *_: object) -> NoReturn:
+        print(parser_of(self.const, everything=True).format_help(), end="")
+        raise SystemExit(0)
+
+
 _COMMANDS = (
     "Without a command it trains. `dt-join` writes miner.toml and .env of a new miner, "
     "`dt-miner config` shows every setting and where it comes from, `dt-miner check` refuses "
@@ -181,8 +189,11 @@ _COMMANDS = (
 
 
 @lru_cache
-def parser_of(known: Schema) -> Parser:
-    """Return the command line of one kind of neuron, whose ``format_help()`` is its ``--help``."""
+def parser_of(known: Schema, *, everything: bool = False) -> Parser:
+    """Return the command line of one kind of neuron.
+
+    ``format_help()`` is its ``--help``, or with ``everything`` its ``--help-all``.
+    """
     from distributed_training import __version__
 
     columns = min(110, shutil.get_terminal_size((100, 24)).columns)
@@ -199,18 +210,25 @@ def parser_of(known: Schema) -> Parser:
             prog, max_help_position=8, width=columns
         ),
         argument_default=argparse.SUPPRESS,
+        epilog=None if everything else f"All {len(known.flags)} flags: --help-all.",
     )
     parser.add_argument("--version", action="version", version=__version__)
+    about = "show every flag and exit"
+    everywhere = parser.add_argument(
+        "--help_all", action=_HelpAll, nargs=0, const=known, help=about
+    )
+    everywhere.option_strings = ["--help-all"]  # as it is shown; the typed form has no dashes here
     for group, found in groupby(known.flags, key=lambda setting: setting.group):
         arguments = parser.add_argument_group(TITLES[group])
         for setting in found:
+            shown = everything or setting.name in USUAL or group == "validator"
             arity: dict[str, Any] = {"nargs": "+", "action": "extend"} if setting.many else {}
             if bool in setting.parts:
                 arity = {"nargs": "?", "const": "true"}
             arguments.add_argument(
                 f"--{setting.name}",
                 dest=setting.name,
-                help=_help(setting).replace("%", "%%"),
+                help=_help(setting).replace("%", "%%") if shown else argparse.SUPPRESS,
                 metavar=setting.metavar,
                 **arity,
             )
@@ -552,7 +570,7 @@ def _with_rules(
 def run_folder_of(argv: Sequence[str]) -> Path:
     """Return the run folder that a miner's start would use, however wrong other settings are.
 
-    What stands in a file that cannot be read at all does not count. Raises nothing.
+    Of a TOML file the lines count that can be read. Raises nothing.
     """
     known, flags = schema("miner"), dict[str, str]()
     for word, following in zip(argv, [*argv[1:], ""], strict=False):
@@ -561,7 +579,7 @@ def run_folder_of(argv: Sequence[str]) -> Path:
             flags[canonical(name[2:])] = text if separate else following
     given, dotenv = dict[str, str](), dict[str, str]()
     with contextlib.suppress(ConfigError, ValueError):
-        tree = parse_toml(_read_text(Path(flags.get("config", OPERATORS_FILE)), "it"))
+        tree = _parse_sound_lines(_read_text(Path(flags.get("config", OPERATORS_FILE)), "it"))
         given = {canonical(name): _words(value) for name, value in _flatten(tree, "")}
     with contextlib.suppress(ConfigError):
         dotenv = read_dotenv(Path(".env"))
@@ -573,6 +591,22 @@ def run_folder_of(argv: Sequence[str]) -> Path:
         for each in ("neuron.name", "wallet.hotkey")
     )
     return Path(given.get("neuron.run_folder") or Path("runs") / f"{name}-{hotkey}")
+
+
+def _parse_sound_lines(text: str) -> dict[str, Any]:
+    """Return the tables of a TOML text without the lines, ten at most, that make it none.
+
+    Raises ValueError where there are more of them.
+    """
+    lines = text.split("\n")
+    for _ in range(10):
+        try:
+            return parse_toml("\n".join(lines))
+        except ValueError as error:
+            # tomllib says "(at line 3, column 8)", or "(at end of document)".
+            place = re.search(r"\(at line (\d+), ", str(error))
+            del lines[int(place[1]) - 1 if place else -1]
+    return parse_toml("\n".join(lines))
 
 
 def at_published(config: Config) -> Config:

@@ -67,7 +67,6 @@ RULES: dict[str, str] = {
 
 #: Flag -> the flag that has its value now.
 RENAMED = {
-    "help_all": "help",  # which shows every flag now
     "neuron.nproc_per_node": "nproc_per_node",
     "validator.weights": "validator.model",
 }

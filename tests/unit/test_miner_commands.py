@@ -9,6 +9,7 @@ import pytest
 
 from distributed_training import __version__
 from distributed_training.__main__ import main as commands
+from distributed_training.config.loader import parser_of
 from distributed_training.config.model import KEY_VARIABLES
 from distributed_training.config.schema import schema
 from distributed_training.miner.__main__ import main
@@ -51,11 +52,19 @@ def test_every_setting_is_shown_with_its_origin_and_no_secret(
 
 
 def test_the_help_names_the_program_and_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    for word in ("--help", "--help-all"):  # the second showed more than the first up to 0.2.0
-        with pytest.raises(SystemExit):
-            main([word])
-        text = capsys.readouterr().out
-        assert text.startswith("usage: dt-miner ") and "dt-miner config" in text
-        assert all(f"\n  --{flag.name} " in text for flag in schema("miner").flags)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert text.startswith("usage: dt-miner ") and "dt-miner config" in text
+    assert "--help-all" in text and "--help_all" not in text
     for words, said in ((["--help"], "doctor"), (["--version"], __version__)):
         assert commands(words) == 0 and said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["miner", "validator"])
+def test_the_help_shows_what_is_common_and_all_on_request(kind: str) -> None:
+    known = schema(kind)  # type: ignore[arg-type]
+    for everything in (False, True):
+        text = parser_of(known, everything=everything).format_help()
+        shown = [flag for flag in known.flags if f"\n  --{flag.name} " in text]
+        assert len(shown) == len(known.flags) if everything else 10 < len(shown) <= 25
