@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import socket
 from pathlib import Path
 
-_PORTS_OF_A_PROCESS = 64
 _given: dict[int, int] = {}  # pid of this process -> how many ports it has tried
 
 
@@ -30,7 +30,7 @@ def free_ports(count: int) -> list[int]:
     """Return ports of 127.0.0.1 that are free, all different.
 
     They lie below the range from which the system takes ports for outgoing connections, or one of
-    these might take a port between now and its use. Each process begins at a place of its own and
+    these might take a port between now and its use. Each process begins at a random place and
     gives no port twice until it has tried all, so that two which ask at the same time hardly ever
     get the same one. Raises OSError if there are fewer.
     """
@@ -39,9 +39,11 @@ def free_ports(count: int) -> list[int]:
     except (OSError, ValueError, IndexError):
         end = 32768
     begin, found, me = min(15000, end // 2), list[int](), os.getpid()
+    if me not in _given:  # a fork begins elsewhere
+        _given[me] = random.SystemRandom().randrange(end - begin)
     for _ in range(end - begin):
-        tried = _given.setdefault(me, me * _PORTS_OF_A_PROCESS)  # a fork begins elsewhere
-        _given[me] = tried + 1
+        tried = _given[me]
+        _given[me] += 1
         with socket.socket() as probe:
             port = begin + tried % (end - begin)
             try:

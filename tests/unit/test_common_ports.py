@@ -43,9 +43,14 @@ def test_ports_are_given_once_and_not_while_somebody_listens(
     ours = free_ports(20)
     assert not set(ours) & set(free_ports(20))
     monkeypatch.setattr(ports, "_given", {})
+    places = iter([0, 0, 1000])
+    monkeypatch.setattr(ports.random.SystemRandom, "randrange", lambda *_: next(places))
     (first,) = free_ports(1)
     monkeypatch.setattr(ports, "_given", {})  # the next one would be the same
     with listen("127.0.0.1", first):
-        assert first not in free_ports(5)
+        again = free_ports(5)
+        assert first not in again
+    monkeypatch.setattr(ports.os, "getpid", lambda: 1)  # as of a fork
+    assert min(free_ports(5)) > max(again)
     with pytest.raises(OSError, match="of 1000000 ports are free"):
         free_ports(1_000_000)
