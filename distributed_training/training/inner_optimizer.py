@@ -130,7 +130,7 @@ OPTIMIZERS.register("muon", muon)
 
 @dataclass(frozen=True)
 class StateNames:
-    """What an optimizer keeps of a parameter: tensors of its shape, by name, and ``step``.
+    """Name what an optimizer keeps of a parameter: tensors of its shape, by name, and ``step``.
 
     ``step``: the zero with which its count of steps begins, a tensor or a number; None: it keeps no
     count.

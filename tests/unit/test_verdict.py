@@ -91,6 +91,7 @@ CASES: list[tuple[Facts, dict[str, Any], Verdict, Level, str]] = [
     (WELL, {"looked": NOW - 400}, V.STUCK, RED, "written nothing for 6 min"),
     (WELL, {"looked": NOW - 400, "step": None}, V.STARTING, ORANGE, "6 min, as while it compiles"),
     (WELL, {"step": Fact(900, NOW - 130)}, V.STUCK, RED, "no inner step for 2 min"),
+    (WELL, {"step": Fact(900, NOW - 130), "mode": "starting"}, V.STUCK, RED, "step for 2 min"),
     (WELL, {"step": Fact(9, NOW - 9e3), "started": NOW - 60}, V.COUNTS, GREEN, ""),
     (WELL, {"step": Fact(900, NOW - 700), "mode_since": NOW - 20}, V.COUNTS, GREEN, ""),
     # --- its link
