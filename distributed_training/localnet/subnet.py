@@ -288,14 +288,14 @@ class LocalSubnet:
                         f"from round to round it is {self.options.seconds / 60:.1f} minutes"
                     )
             try:
-                self.store.start()  # it needs a second; meanwhile:
+                self.store.start()  # it needs seconds; meanwhile:
                 self._write_network()
-                self.store.wait_ready()
+                self.neurons = self._list_neurons()
                 with contextlib.closing(self.open_bucket(write=True)) as bucket:
+                    self.store.wait_ready()
                     bucket.create_bucket()
                 self._tell(f"object store at {self.store.endpoint}")
                 self._tell(f"chain at {self.chain_endpoint}")
-                self.neurons = self._list_neurons()
                 self._start_neuron(self.validator)
                 self.validator.wait_ready()
                 # The registry gives uids in this order; the founder has the first.
