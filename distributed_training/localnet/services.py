@@ -341,14 +341,15 @@ def clean_environment() -> dict[str, str]:
     # Drop variables by their prefix: a miner here must not write into the bucket of the
     # operator's real miner.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN_PREFIXES)}
-    path = os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
+    plugins = plugin_environment()  # of the caller that starts the subnet
+    parts = [str(PACKAGES), os.environ.get("PYTHONPATH"), plugins["PYTHONPATH"]]
     return inherited | {
+        **plugins,
         # Neurons share this machine: a thread for each core would slow all of them.
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": path,
+        "PYTHONPATH": os.pathsep.join(filter(None, parts)),
         "PYTHONUNBUFFERED": "1",
         # Nothing here needs the hub, and a look-up without a network waits for its time-out.
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        **plugin_environment(),  # plug-ins of the caller that starts the subnet
     }
