@@ -675,8 +675,8 @@ def test_the_text_that_a_network_assigns_is_given_out_and_listed(
     assert train(3, world.leader).inner_step >= 3
     (upload,) = world.bucket.glob("uploads/*/*.safetensors")
     header = UpdateFile.reopen(upload, world.leader.schema).header
-    first, last = header.pages  # of one page there are more sequences than these steps take
-    assert first == 0 <= last < 3 and header.tokens == header.inner_steps * 4 * 32
+    first, last = header.pages  # a page has more sequences than an inner step takes
+    assert first == 0 <= last < header.inner_steps and header.tokens == header.inner_steps * 4 * 32
     before = caplog.text
     net = train(2)
     assert net.inner_step >= 5
