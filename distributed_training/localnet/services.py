@@ -341,7 +341,7 @@ def clean_environment() -> dict[str, str]:
     # Drop variables by their prefix: a miner here must not write into the bucket of the
     # operator's real miner.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN_PREFIXES)}
-    plugins = plugin_environment()  # of the caller that starts the subnet
+    plugins = plugin_environment()  # plug-ins of the caller that starts the subnet
     parts = [str(PACKAGES), os.environ.get("PYTHONPATH"), plugins["PYTHONPATH"]]
     return inherited | {
         **plugins,
