@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from distributed_training.config import Config, ConfigError, problems
 from distributed_training.config.model import check_schedule
 from tests.tools.miner_parts import config_of
-from tests.tools.network import network_file
 from tests.tools.r2_keys import KEYS
 from tests.tools.settings import load_config
 
@@ -16,18 +13,6 @@ pytestmark = pytest.mark.timeout(20)
 
 def config(*argv: str, **environ: str) -> Config:
     return load_config("miner", argv, environ={**KEYS, **environ}, dotenv=None, check=False)
-
-
-def test_the_defaults_have_no_problem() -> None:
-    assert problems(config()) == []
-    assert problems(config("--network", "local")) == []
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "192.168.1.5", "224.0.0.1", "10.0.0.4"])
-def test_an_address_that_peers_cannot_reach_is_one_line(address: str, tmp_path: Path) -> None:
-    place = network_file(tmp_path, {"chain.url": "https://registry.example.org", "private": False})
-    (line,) = problems(config("--network", place, "--dht.ip", address))
-    assert f"--dht.ip {address} cannot be reached" in line
 
 
 @pytest.mark.parametrize(

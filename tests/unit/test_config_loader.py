@@ -8,7 +8,6 @@ import pytest
 from pydantic import SecretStr
 
 from distributed_training.config import Config, ConfigError, all_settings, describe
-from distributed_training.config.removed import is_removed
 from distributed_training.config.schema import schema
 from distributed_training.health.machine import Examination, check_configuration
 from tests.tools import r2_keys
@@ -42,29 +41,6 @@ def refused(*argv: str, environ: dict[str, str] | None = None) -> str:
 )
 def test_dashes_underscores_and_equals_are_the_same(argv: tuple[str, ...]) -> None:
     assert load(*argv).get("neuron.checkpoint_steps") == 60
-
-
-SPEC_FLAGS = """
-netuid wallet.name wallet.hotkey wallet.path dht.port dht.ip neuron.name neuron.device
-neuron.epoch_length neuron.initial_peers neuron.blocks_per_allreduce neuron.global_model_name
-neuron.global_tokenizer_name neuron.master_ss58_address neuron.min_group_size
-neuron.local_batch_size_train neuron.local_batch_size_train_effective
-neuron.global_batch_size_train neuron.upload_steps neuron.target_chunk neuron.topk_compression
-neuron.quantization_bins neuron.quantization_range neuron.momentum_decay neuron.use_dct
-neuron.run_id neuron.show_all_rank_logs neuron.dont_wandb_log neuron.wandb_project
-neuron.wandb_entity neuron.influxdb_url neuron.influxdb_org neuron.influxdb_bucket
-neuron.influxdb_token blacklist.force_validator_permit blacklist.allow_non_registered
-neuron.events_retention_size neuron.dont_save_events no_prompt axon.port axon.ip
-axon.external_ip axon.external_port axon.max_workers subtensor.network subtensor.chain_endpoint
-logging.debug logging.trace logging.info logging.record_log logging.logging_dir config strict
-nproc_per_node show_all_rank_logs
-"""
-
-
-def test_every_flag_of_the_protocol_page_is_known() -> None:
-    known = schema("miner")
-    unknown = [name for name in SPEC_FLAGS.split() if known.get(name) is None]
-    assert all(map(is_removed, unknown))
 
 
 def test_unknown_flags_name_the_nearest() -> None:

@@ -20,6 +20,12 @@ pytestmark = pytest.mark.timeout(60)
 VECTORS = Path(__file__).parents[1] / "vectors"
 OF_0_2 = VECTORS / "flags-0.2.0.toml"
 FLAGS: dict[str, list[str]] = tomllib.loads(OF_0_2.read_text(encoding="utf-8"))
+#: Flags of the public protocol's page that were gone before 0.2.0.
+BEFORE = """
+neuron.global_batch_size_train neuron.quantization_bins neuron.quantization_range
+neuron.dont_wandb_log neuron.influxdb_url neuron.influxdb_org neuron.influxdb_bucket
+neuron.influxdb_token no_prompt axon.max_workers strict show_all_rank_logs
+"""
 
 
 def load(*argv: str) -> Config:
@@ -85,11 +91,12 @@ def test_the_example_files_of_earlier_editions_are_taken_over(commit: str, tmp_p
 
 
 def test_removed_flags_of_any_spelling_are_one_line() -> None:
-    for name in (gone.replace("*", "x") for gone in GONE):
-        dashes = f"--{name.replace('_', '-')}"
-        for spelling in ((f"--{name}=7",), (dashes, "7"), (dashes, "7", "8"), (dashes,)):
-            (line,) = load(*spelling).warnings
-            assert line.endswith(f"without effect, and can be taken out: --{name}")
+    names = sorted(f"--{gone.replace('*', 'x')}" for gone in GONE)
+    wanted = f"no settings any more, without effect, and can be taken out: {', '.join(names)}"
+    assert load(*(f"{name}=7" for name in names)).warnings == (wanted,)
+    for more in ([], ["7"], ["7", "8"]):
+        dashes = [word for name in names for word in (name.replace("_", "-"), *more)]
+        assert load(*dashes).warnings == (wanted,)
     assert load("--no_prompt", "--strict").warnings[0].endswith(": --no_prompt, --strict")
     assert load("--no_prompt", "--dht.port", "7").swarm.dht_port == 7
     line = load("--subtensor.network", "ws://me:word@10.0.0.5:9944").warnings[-1]
@@ -101,6 +108,7 @@ def test_removed_flags_of_any_spelling_are_one_line() -> None:
     assert not [n for n in FLAGS if f"--{n} " in text and known.get(n) is None]
     assert not [setting.name for setting in known.flags if setting.name in RULES | REFUSED]
     assert all(is_removed(name) or known.get(RENAMED.get(name, name)) for name in FLAGS)
+    assert all(map(is_removed, BEFORE.split()))
 
 
 def test_a_preset_in_the_environment_is_named() -> None:
