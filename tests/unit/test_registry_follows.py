@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +23,15 @@ pytestmark = pytest.mark.timeout(60)
 URL = "https://registry.example.org"
 
 
-@pytest.fixture
-def lab(tmp_path: Path) -> Path:
-    folder = tmp_path / "lab"
-    words = ["--name", "lab", "--registry", URL, "--store", "https://s3.example.org"]
+def found(folder: Path) -> Path:
+    words = ["--name", folder.name, "--registry", URL, "--store", "https://s3.example.org"]
     assert not network_command.main(["init", str(folder), *words, "--data-source", "stdlib"])
     return folder
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Path:
+    return found(tmp_path / "lab")
 
 
 def change(lab: Path, rate: float, *, sign: bool = True) -> str:
@@ -58,10 +62,7 @@ def test_a_registry_serves_the_newest_signed_version_and_all_before_it(
     followed.look()
     assert made.files["network.toml"] == second and made.file_version == 2
     assert made.files["versions/1.toml"] == first and "versions/2.toml" in made.files
-    other = lab.with_name("other")
-    words = ["--name", "other", "--registry", URL, "--store", "https://s3.example.org"]
-    assert not network_command.main(["init", str(other), *words, "--data-source", "stdlib"])
-    os.replace(other / "network.toml", lab / "network.toml")
+    os.replace(found(lab.with_name("other")) / "network.toml", lab / "network.toml")
     followed.look()
     (lab / "network.toml").unlink()
     followed.look()
@@ -76,40 +77,39 @@ def test_a_registry_does_not_start_with_a_file_that_nobody_signed(lab: Path) -> 
         registry._Followed(str(lab / "network.toml"), made).look()
 
 
-FAULTS = ["none", "direct", "gap", "damaged", "other founder", "other network", "unknown", "cut"]
+def by_another(text: str, first: str) -> str:
+    """Return the file of another founder, who writes that it comes after the one of ``first``."""
+    mine = re.sub(r"(?m)^master_hotkey = .*$", f'master_hotkey = "{ALICE.ss58_address}"', text)
+    head = {"version": 2, "previous": f"sha256:{first}", "from_outer_step": 5}
+    return signed(mine, ALICE, head=head)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+#: What is wrong: the versions of the registry, by number, in place of the right ones.
+FAULTS: dict[str, Callable[[Path, dict[int, str], str], object]] = {
+    "none": lambda lab, texts, first: None,
+    "gap": lambda lab, texts, first: texts.pop(2),
+    "damaged": lambda lab, texts, first: texts.update({2: texts[2].replace("1024", "1023")}),
+    "cut": lambda lab, texts, first: texts.update({2: texts[2][:200]}),
+    "other founder": lambda lab, texts, first: texts.update({3: by_another(texts[3], first)}),
+    "other network": lambda lab, texts, first: texts.update(
+        {3: change(found(lab.with_name("other")), 2e-4)}
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "pinned"), [*((fault, 1) for fault in FAULTS), ("none", 2), ("none", None)]
+)
 def test_an_invitation_is_good_for_each_version_that_descends_from_its_own(
-    lab: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+    lab: Path, fault: str, pinned: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = [(lab / "network.toml").read_text(), *(change(lab, rate) for rate in (2e-4, 3e-4))]
-    first = pinned = digest_of(flatten(tree_of(texts[0])))
-    files = {f"/versions/{n}.toml": text for n, text in enumerate(texts, start=1)}
-    newest = texts[-1]
-    if fault == "direct":
-        pinned = digest_of(flatten(tree_of(texts[1])))
-    elif fault == "gap":
-        del files["/versions/2.toml"]
-    elif fault == "damaged":
-        files["/versions/2.toml"] = texts[1].replace("1024", "1023")
-    elif fault == "unknown":
-        pinned = "0" * 64
-    elif fault == "cut":
-        files["/versions/2.toml"] = texts[1][:200]
-    elif fault == "other founder":  # who writes that his file comes after the one of the invitation
-        mine = re.sub(
-            r"(?m)^master_hotkey = .*$", f'master_hotkey = "{ALICE.ss58_address}"', newest
-        )
-        head = {"version": 2, "previous": f"sha256:{first}", "from_outer_step": 5}
-        newest = signed(mine, ALICE, head=head)
-    elif fault == "other network":
-        other = lab.with_name("other")
-        words = ["--name", "other", "--registry", URL, "--store", "https://s3.example.org"]
-        assert not network_command.main(["init", str(other), *words, "--data-source", "stdlib"])
-        newest = change(other, 2e-4)
-        files["/versions/1.toml"] = texts[0]
-    files["/network.toml"] = newest
+    versions = [(lab / "network.toml").read_text(), *(change(lab, rate) for rate in (2e-4, 3e-4))]
+    digests = [digest_of(flatten(tree_of(text))) for text in versions]
+    digest = digests[pinned - 1] if pinned else "0" * 64
+    texts = dict(enumerate(versions, start=1))
+    FAULTS[fault](lab, texts, digests[0])
+    files = {f"/versions/{n}.toml": text for n, text in texts.items()}
+    files["/network.toml"] = texts[3]
 
     def fetch(url: str) -> str:
         try:
@@ -118,10 +118,10 @@ def test_an_invitation_is_good_for_each_version_that_descends_from_its_own(
             raise network.NetworkAway("HTTP 404") from None
 
     monkeypatch.setattr(network_place, "_fetch", fetch)
-    words = ["--network", f"{URL}/network.toml#{pinned}", "--neuron.run_folder", str(lab / "run")]
-    if fault in ("none", "direct"):
-        found = load_config("miner", words, environ={}, dotenv=None, check=False)
-        assert found.network.head.version == 3
+    words = ["--network", f"{URL}/network.toml#{digest}", "--neuron.run_folder", str(lab / "run")]
+    if fault == "none" and pinned:
+        config = load_config("miner", words, environ={}, dotenv=None, check=False)
+        assert config.network.head.version == 3
         return
     with pytest.raises(ConfigError, match=r"ask the founder for a new|404") as refused:
         load_config("miner", words, environ={}, dotenv=None, check=False)
