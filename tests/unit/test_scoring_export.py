@@ -6,12 +6,13 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from distributed_training.common.llama import local_llama_config
@@ -65,8 +66,6 @@ def test_transformers_loads_the_newest_state(state: Path, tmp_path: Path, capsys
     assert float(out.partition("held-out loss ")[2].split(",")[0]) == pytest.approx(
         math.log(264), abs=0.4
     )
-    from transformers import AutoModelForCausalLM
-
     loaded = AutoModelForCausalLM.from_pretrained(made).state_dict()
     content = json.loads((made / "config.json").read_text())
     assert "block_list" not in content
@@ -98,9 +97,6 @@ def test_a_model_is_measured_on_the_networks_own_text(state: Path, tmp_path: Pat
     loss = out.partition("held-out loss ")[2].split(",")[0]
     assert last.startswith(f"held-out loss {loss}, ")
     assert last.endswith(f", on code 0.75, prose 0.25 (code {loss}, prose {loss})")
-    text.write_text("ACGT")
-    assert export.main([str(tmp_path / "other"), *words]) == 2
-    assert "the network's file pins" in capsys.readouterr().err
 
 
 def test_an_export_holds_the_frozen_tensors_too(tmp_path: Path, capsys) -> None:
@@ -195,41 +191,37 @@ def test_adapters_are_loaded_as_their_card_says(
     assert not torch.allclose(logits[0], base.eval()(input_ids=ids).logits, atol=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        ("nan", "not finite"),
-        ("beyond float32", "not finite"),
-        ("shape", "has shape"),
-        ("missing", "lacks"),
-        ("config", "cannot be exported"),
-        ("no model", r"has no weights of outer step 3 \(those of outer steps 2 are there\)"),
-        ("none", r"has no weights of outer step 9 \(.* outer steps 2, 3 are there\), so nothing"),
-    ],
-)
-def test_a_damaged_state_leaves_no_folder(
-    state: Path, tmp_path: Path, damage: str, words: str
-) -> None:
-    from safetensors.torch import load_file
+def rewritten(folder: Path, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Save the weights of a folder with another tensor in one place, or without it."""
+    tensors = load_file(folder / keys.MODEL)
+    changed = change(tensors.pop(NAME))
+    more = {} if changed is None else {NAME: changed}
+    save_file(tensors | more, folder / keys.MODEL, {"format": "pt"})
 
-    folder = state / "global" / "epoch-3"
-    tensors = load_file(folder / "model.safetensors")
-    if damage == "nan":
-        tensors[NAME][0] = float("nan")
-    elif damage == "beyond float32":
-        tensors[NAME] = tensors[NAME].double().fill_(1e300)
-    elif damage == "shape":
-        tensors[NAME] = tensors[NAME][1:].clone()
-    elif damage == "missing":
-        del tensors[NAME]
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    if damage == "config":
-        (folder / "config.json").write_text("{}")
+
+#: What happens to the folder of outer step 3, and what an export of it says.
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "nan": (lambda at: rewritten(at, lambda t: t.fill_(math.nan)), "not finite"),
+    "beyond float32": (lambda at: rewritten(at, lambda t: t.double().fill_(1e300)), "not finite"),
+    "shape": (lambda at: rewritten(at, lambda t: t[1:].clone()), "has shape"),
+    "missing": (lambda at: rewritten(at, lambda t: None), "lacks"),
+    "config": (lambda at: (at / "config.json").write_text("{}"), "cannot be exported"),
+    "no model": (
+        lambda at: (at / keys.MODEL).unlink(),
+        r"has no weights of outer step 3 \(those of outer steps 2 are there\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_state_leaves_no_folder(state: Path, tmp_path: Path, damage: str) -> None:
+    newest, folder = export.find_weights(state, None)
+    assert newest == 3
+    with pytest.raises(export.ExportError, match=r"step 9 \(.* steps 2, 3 are there\), so nothing"):
+        export.find_weights(state, 9)
+    make, words = DAMAGES[damage]
+    make(folder)
     before = set(tmp_path.iterdir())
-    assert export.find_weights(state, None) == (3, folder)
-    if damage == "no model":
-        (folder / "model.safetensors").unlink()
-    step = 9 if damage == "none" else 3
     with pytest.raises(export.ExportError, match=words):
-        export.export_model(CONFIG, export.find_weights(state, step)[1], tmp_path / "model")
+        export.export_model(CONFIG, export.find_weights(state, 3)[1], tmp_path / "model")
     assert set(tmp_path.iterdir()) == before
