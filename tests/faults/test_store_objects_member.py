@@ -409,8 +409,11 @@ def test_a_statement_that_the_master_did_not_sign_means_nothing(fault: str, mome
     assert world.look() == []
     world.claim(3)
     assert "at version 3" in world.look()[0]
+    assert world.look() == [], "once"
     world.memory.put(keys.NETWORK, statement(None, version=2, run_id="rules2"))
     assert world.look() == [], "what is not signed does not take it back either"
+    world.memory.put(keys.NETWORK, statement(MASTER))
+    assert world.look() == [], "an older word is no correction"
 
 
 def signed_state() -> bytes:

@@ -11,16 +11,11 @@ import pytest
 
 from distributed_training.common.llama import named_config
 from distributed_training.config import ConfigError, load_config
-from distributed_training.miner import events as ev
 from distributed_training.miner.build import describe_size
-from distributed_training.miner.network_watch import NetworkWatch
 from distributed_training.network import Shown, other_version
-from distributed_training.protocol import keys
-from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.telemetry.facts import Fact
 from distributed_training.telemetry.verdict import judge
-from tests.tools.memory_store import MemoryObjectStore
-from tests.tools.network import ALICE, network_file
+from tests.tools.network import network_file
 from tests.unit.test_verdict import NOW, WELL
 
 pytestmark = pytest.mark.timeout(30)
@@ -74,35 +69,3 @@ def test_another_version_of_the_networks_file_is_named(
     judged = judge(replace(WELL, other_version=Fact(found, NOW)), NOW)
     assert (judged.verdict == "other version") == judged.bad == bool(words)
     assert words in judged.words
-
-
-def signed_word(version: int = 1) -> bytes:
-    return Shown("lab", version, ALICE.ss58_address, "aa", network="aa").to_bytes(ALICE.sign)
-
-
-def test_statement_about_the_network_is_logged_when_it_changes() -> None:
-    """Any other content of that object ends nothing, and makes no file count as old."""
-    store, events = MemoryObjectStore("lab"), list[ev.Event]()
-    ours = network()
-    ours.values["chain.master_hotkey"] = ALICE.ss58_address
-    reader = BucketReader(store)
-    watch = NetworkWatch(reader, ours, None, events.append)
-
-    def look(content: bytes) -> list[str]:
-        events.clear()
-        store.put(keys.NETWORK, content)
-        watch.compare()
-        return [event.cause for event in events if isinstance(event, ev.NetworkDiffers)]
-
-    good, newer = signed_word(), signed_word(2)
-    unsigned = Shown("lab", 3, ALICE.ss58_address, "bb").to_bytes(None)
-    damaged = [
-        b"", b"[" * 4000, b"null", b"{}", good[:-9], b"\xff" + good, b" " * 5000 + good,
-        newer.replace(b"2", b"3", 1), newer.replace(b"2", b"true", 1), unsigned,
-    ]  # fmt: skip
-    watch.compare()
-    assert not events and reader.network() is None
-    for content in (good, *damaged):
-        assert look(content) == [], content
-    assert "at version 2" in look(newer)[0] and look(newer) == []
-    assert look(damaged[1]) == [] and look(good) == [], "an older word is no correction"

@@ -70,6 +70,13 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
+def send(leader: Leader, miner: Miner) -> tuple[Close, str]:
+    """Let the close come and the upload for it go; return it, and the digest of the file."""
+    close = leader.close
+    miner.pass_time(PERIOD)
+    return close, miner.upload(close)
+
+
 def test_rounds_follow_each_other(
     store: FaultyStore, leader: Leader, miner: Miner, time: Time
 ) -> None:
@@ -101,7 +108,6 @@ def test_missed_updates_are_applied_one_after_the_other(leader: Leader, miner: M
     posted = miner.pass_time(60)
     for outer_step in (1, 2, 3):
         *_, update = posted
-        assert isinstance(update, Update)
         assert (update.outer_step, update.base, update.cause) == (outer_step, Base.KEPT, "")
         # The next one is not posted before this one is applied.
         assert miner.pass_time(60) == []
@@ -136,14 +142,11 @@ def test_update_for_weights_no_longer_held_is_not_posted(
     assert isinstance(update, Update) and update.outer_step == 3
 
 
-@pytest.mark.parametrize("fault", ["cut", "ignored"])
-def test_an_update_whose_ranges_stay_other_bytes_is_gone_around_by_later_weights(
-    store: FaultyStore,
-    leader: Leader,
-    miner: Miner,
-    monkeypatch: pytest.MonkeyPatch,
-    fault: str,
+@pytest.mark.parametrize("fault", ["cut", "ignored", "gone"])
+def test_an_update_that_cannot_be_had_is_gone_around_by_later_weights(
+    leader: Leader, miner: Miner, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
+    """Its ranges stay other bytes, or it is not there."""
     monkeypatch.setattr(transfer, "NO_PROGRESS", timedelta(0))
 
     def answer(data: bytes) -> bytes:
@@ -151,11 +154,15 @@ def test_an_update_whose_ranges_stay_other_bytes_is_gone_around_by_later_weights
             raise errors.OtherBytesError("the store ignored the range")
         return data[:-1]
 
-    store.faults["get_range", keys.outer_key(1, keys.UPDATE)] = answer
+    leader.store.faults["get_range", keys.outer_key(1, keys.UPDATE)] = answer
     leader.take_outer_step()
     leader.take_outer_step(whole=True)
+    if fault == "gone":
+        leader.store.delete(keys.outer_key(1, keys.UPDATE))
     [weights] = miner.pass_time(60)
     assert isinstance(weights, Update) and weights.whole and weights.outer_step == 2
+    assert fault != "gone" or "no such object" in weights.whole
+    assert miner.rounds.held_weights() == weights.path.parent
 
 
 def test_member_far_behind_gets_weights_and_then_the_updates(
@@ -182,18 +189,6 @@ def test_member_far_behind_gets_weights_and_then_the_updates(
     miner.turn()
     [update] = miner.take_facts()
     assert isinstance(update, Update) and update.outer_step == 10
-
-
-def test_weights_are_fetched_where_an_update_is_gone(
-    store: FaultyStore, leader: Leader, miner: Miner
-) -> None:
-    for outer_step in range(1, 4):
-        leader.take_outer_step(whole=outer_step == 2)
-    store.delete(keys.outer_key(1, keys.UPDATE))
-    [weights] = miner.pass_time(60)
-    assert isinstance(weights, Update) and weights.whole and weights.outer_step == 2
-    assert "no such object" in weights.whole
-    assert miner.rounds.held_weights() == weights.path.parent
 
 
 def test_after_a_rewind_the_weights_are_fetched(leader: Leader, miner: Miner) -> None:
@@ -249,9 +244,7 @@ def test_a_close_that_moved_voids_its_upload_and_is_followed_by_another(
 
 def test_weights_that_skip_our_upload_carry_its_fate(leader: Leader, miner: Miner) -> None:
     """Else merged movement would be carried into the next upload too."""
-    close = leader.close
-    miner.pass_time(PERIOD)
-    digest = miner.upload(close)
+    close, digest = send(leader, miner)
     for outer_step in range(1, 11):
         ours = (merged(UID, digest),) if outer_step == 1 else (merged(0, "f" * 64),)
         leader.take_outer_step(whole=outer_step == 10, merged=ours)
@@ -264,23 +257,18 @@ def test_another_file_for_a_close_is_not_taken_for_the_upload_that_was_merged(
     leader: Leader, miner: Miner
 ) -> None:
     """A miner that lost its newest checkpoint continues from one that knows no upload."""
-    close = leader.close
-    miner.pass_time(PERIOD)
-    digest = miner.upload(close)
+    close, digest = send(leader, miner)
     path = miner.upload_path(close)
     path.write_bytes(path.read_bytes() + b"another")
     leader.take_outer_step(merged=(merged(UID, digest),))
     update = miner.pass_time(10)[-1]
-    assert isinstance(update, Update)
     assert (update.base, update.own_upload) == (Base.MERGED, None)
 
 
 @pytest.mark.parametrize("newer", [True, False])
 def test_weights_that_were_asked_for_are_fetched(leader: Leader, miner: Miner, newer: bool) -> None:
     """An update was not applied twice: our weights are not those of its outer step."""
-    close = leader.close
-    miner.pass_time(PERIOD)
-    digest = miner.upload(close)
+    _, digest = send(leader, miner)
     leader.take_outer_step(whole=newer, merged=(merged(UID, digest),))
     assert isinstance(miner.pass_time(10)[-1], Update)
     miner.rounds.applied(0, wants_weights=True)
@@ -334,15 +322,12 @@ def test_an_upload_is_counted_once_where_older_weights_were_taken(
 def test_the_manifest_shows_the_fate_of_our_upload(
     leader: Leader, miner: Miner, verdict: tuple[str, ...], base: Base, cause: str
 ) -> None:
-    close = leader.close
-    miner.pass_time(PERIOD)
-    digest = miner.upload(close)
+    close, digest = send(leader, miner)
     if {"late", "not-judged"} & {*verdict}:
         digest = ""  # nobody has read it
     others = (refused("late", "", uid=UID + 1), *(refused(each, digest) for each in verdict))
     leader.take_outer_step(refused=others)
     update = miner.pass_time(10)[-1]
-    assert isinstance(update, Update)
     assert update.base is base and update.cause.startswith(cause)
     own = miner.upload_path(close) if base is Base.REFUSED else None
     assert update.own_upload == own
@@ -389,10 +374,7 @@ REFUSED: dict[str, Callable[[Leader], object]] = {
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_a_state_that_is_refused_costs_one_line_and_nothing_is_taken_or_lost(
-    leader: Leader,
-    miner: Miner,
-    caplog: pytest.LogCaptureFixture,
-    words: str,
+    leader: Leader, miner: Miner, caplog: pytest.LogCaptureFixture, words: str
 ) -> None:
     close = leader.close
     REFUSED[words](leader)
@@ -407,15 +389,11 @@ def test_a_state_that_is_refused_costs_one_line_and_nothing_is_taken_or_lost(
 
 
 def test_a_newcomer_takes_nothing_where_manifests_do_not_lead_to_the_head(
-    store: FaultyStore,
-    leader: Leader,
-    time: Time,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    leader: Leader, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     leader.take_outer_step()
     leader.put_state(serial=9, head="0" * 64)
-    miner = Miner(store, tmp_path / "rounds", time)
+    miner = Miner(leader.store, tmp_path / "rounds", leader.time)
     with pytest.raises(errors.StoreError, match="another history"):
         miner.rounds.fetch_newest()
     assert miner.pass_time(100) == [] and miner.head == 1
@@ -434,7 +412,6 @@ def test_a_newcomer_takes_nothing_where_manifests_do_not_lead_to_the_head(
 )
 @pytest.mark.parametrize("operation", ["head", "get"])
 def test_a_store_that_is_away_costs_one_line(
-    store: FaultyStore,
     leader: Leader,
     miner: Miner,
     caplog: pytest.LogCaptureFixture,
@@ -444,16 +421,16 @@ def test_a_store_that_is_away_costs_one_line(
 ) -> None:
     monkeypatch.setattr("distributed_training.store.transfer.Uplink.sleep", stop_retrying)
     leader.take_outer_step()
-    store.faults[operation, keys.STATE] = fault
+    leader.store.faults[operation, keys.STATE] = fault
     assert miner.pass_time(500) == []
     [line] = warnings(caplog)
     assert "The store cannot be read" in line and "503 SlowDown" in line
     assert miner.rounds.silent_since is not None
     # It answers, with a state that is not taken.
-    store.faults = {(kind, keys.STATE): lambda found: None for kind in ("head", "get")}
+    leader.store.faults = {(kind, keys.STATE): lambda found: None for kind in ("head", "get")}
     assert miner.pass_time(30) == [] and miner.rounds.silent_since is None
     caplog.clear()
-    store.faults.clear()
+    leader.store.faults.clear()
     assert [type(fact) for fact in miner.pass_time(30)] == [Update]
     assert warnings(caplog) == []
 
@@ -532,10 +509,8 @@ def test_files_that_no_checkpoint_needs_are_deleted(
 @pytest.mark.parametrize("kind", [errors.AccessDeniedError, errors.RefusedError])
 @pytest.mark.parametrize("returns", [True, False])
 def test_an_upload_that_is_refused_is_sent_until_the_grace_ends(
-    store: FaultyStore,
     leader: Leader,
     miner: Miner,
-    time: Time,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     kind: type[errors.StoreError],
@@ -546,7 +521,7 @@ def test_an_upload_that_is_refused_is_sent_until_the_grace_ends(
     def wait(uplink: Uplink, seconds: float) -> None:
         waits.append(seconds)
         if returns and len(waits) == 3:
-            store.faults.clear()
+            leader.store.faults.clear()
 
     monkeypatch.setattr(Uplink, "sleep", wait)
     monkeypatch.setattr(own_uploads, "time", SimpleNamespace(monotonic=lambda: sum(waits)))
@@ -554,7 +529,7 @@ def test_an_upload_that_is_refused_is_sent_until_the_grace_ends(
     miner.pass_time(PERIOD)
     digest = miner.write_upload(close)
     key = keys.upload_key(UID, 0, close.serial)
-    store.faults["head", key] = store.faults["put", key] = away(kind)
+    leader.store.faults["head", key] = leader.store.faults["put", key] = away(kind)
     miner.send(close)
     miner.turn()
     [fact] = miner.take_facts()
@@ -562,11 +537,10 @@ def test_an_upload_that_is_refused_is_sent_until_the_grace_ends(
     assert returns or sum(waits) <= GRACE
     [line] = warnings(caplog)
     assert "503 SlowDown; again soon" in line
-    assert (store.get(key, limit=99) is not None) == returns
+    assert (leader.store.get(key, limit=99) is not None) == returns
     # Its movement is in the next one then: nothing is lost.
     leader.take_outer_step(merged=(merged(UID, digest if returns else "e" * 64),))
     update = miner.pass_time(10)[-1]
-    assert isinstance(update, Update)
     assert update.base is (Base.MERGED if returns else Base.KEPT)
     assert returns or update.cause == "not sent: 503 SlowDown"
 
@@ -638,11 +612,7 @@ def test_a_miner_that_ends_for_good_after_an_upload_leaves_no_past_one(
 
 @pytest.mark.parametrize("size", [20, (5 << 20) + 7])  # the larger one is sent in parts
 def test_progress_is_sent_in_place_of_the_last_and_ends_for_a_close(
-    store: FaultyStore,
-    leader: Leader,
-    miner: Miner,
-    size: int,
-    monkeypatch: pytest.MonkeyPatch,
+    leader: Leader, miner: Miner, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "PART", 5 << 20)
 
@@ -658,13 +628,13 @@ def test_progress_is_sent_in_place_of_the_last_and_ends_for_a_close(
     for text in (b"of 60 steps", b"of 120 steps"):
         sent = send_progress(text.ljust(size))
         assert (sent.cause, sent.size) == ("", size)
-        assert store.get(key, limit=size) == text.ljust(size)
+        assert leader.store.get(key, limit=size) == text.ljust(size)
     assert not miner.rounds._uploads.begun(leader.close), "the close has its own upload"
     # The store does not answer; then the close comes.
     if size > transfer.PART:
         return  # a fault has no names for parts
-    store.faults["put", key] = away(errors.TransientError)
-    store.faults["put", key].first = True  # type: ignore[attr-defined]
+    leader.store.faults["put", key] = away(errors.TransientError)
+    leader.store.faults["put", key].first = True  # type: ignore[attr-defined]
     miner.write_upload(Close(0, 0), b"of 180 steps")
     miner.send(Close(0, 0))
     [close] = miner.pass_time(PERIOD + 1)
@@ -674,7 +644,7 @@ def test_progress_is_sent_in_place_of_the_last_and_ends_for_a_close(
     ended = {fact.close.serial: fact.cause for fact in miner.facts if isinstance(fact, UploadEnded)}
     overtaken = "the upload for a close comes first, and holds the same training"
     assert ended == {0: overtaken, leader.close.serial: ""}
-    assert store.get(key, limit=size) == b"of 120 steps".ljust(size)
+    assert leader.store.get(key, limit=size) == b"of 120 steps".ljust(size)
 
 
 def test_a_members_own_score_is_logged_when_a_manifest_brings_one(
@@ -692,13 +662,7 @@ def test_a_members_own_score_is_logged_when_a_manifest_brings_one(
 
 @pytest.mark.parametrize("known", [True, False])
 def test_two_valid_manifests_of_one_step_stop_everything_and_both_are_shown(
-    store: FaultyStore,
-    leader: Leader,
-    miner: Miner,
-    time: Time,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    known: bool,
+    leader: Leader, miner: Miner, tmp_path: Path, caplog: pytest.LogCaptureFixture, known: bool
 ) -> None:
     """The master's key signs a second history, from which the state continues."""
     leader.take_outer_step()
@@ -722,7 +686,7 @@ def test_two_valid_manifests_of_one_step_stop_everything_and_both_are_shown(
     miner.turn()
     assert miner.take_facts() == [UploadEnded(Close(1, 3), forked.cause)]
     # Also after a restart, until the operator has asked.
-    again = Miner(store, tmp_path / "rounds", time)
+    again = Miner(leader.store, tmp_path / "rounds", leader.time)
     posted = again.pass_time(2 * PERIOD)
     assert [type(fact) for fact in posted] == [NetworkDiffers]
 
@@ -732,23 +696,18 @@ def test_two_valid_manifests_of_one_step_stop_everything_and_both_are_shown(
 
 @pytest.mark.parametrize("off", [-300.0, 300.0])
 def test_closes_go_by_the_stores_clock(
-    store: FaultyStore,
-    leader: Leader,
-    time: Time,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    off: float,
+    leader: Leader, tmp_path: Path, caplog: pytest.LogCaptureFixture, off: float
 ) -> None:
-    time.off = off
+    leader.time.off = off
     caplog.set_level(logging.INFO)
-    miner = Miner(store, tmp_path / "rounds", time)
+    miner = Miner(leader.store, tmp_path / "rounds", leader.time)
     assert miner.pass_time(PERIOD - 1) == [] and miner.head == 0
     assert miner.pass_time(1.5) == [leader.close]
     [line] = warnings(caplog)
     assert re.search(r"clock is (299|300)\.5 s", line)
     assert ("ahead of" if off > 0 else "behind") in line
     assert miner.rounds.clock_offset() == pytest.approx(off, abs=1)
-    time.off = 1.0
+    leader.time.off = 1.0
     miner.pass_time(60)
     assert len(warnings(caplog)) == 1 and "right again" in caplog.text
 
@@ -773,11 +732,7 @@ def test_the_store_is_asked_at_a_bounded_rate(
 
 
 def test_a_finished_network_says_so_once_and_asks_for_no_upload(
-    store: FaultyStore,
-    leader: Leader,
-    miner: Miner,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    leader: Leader, miner: Miner, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     leader.serial += 1
     leader.put_state(finished="12 outer steps")
@@ -785,5 +740,5 @@ def test_a_finished_network_says_so_once_and_asks_for_no_upload(
     assert miner.pass_time(5 * PERIOD) == [finished]
     assert warnings(caplog) == []
     # Whoever starts later learns it too.
-    late = Miner(store, tmp_path / "late", miner.time)
+    late = Miner(leader.store, tmp_path / "late", miner.time)
     assert late.pass_time(60) == [finished]
