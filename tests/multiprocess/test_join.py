@@ -6,7 +6,7 @@ import getpass
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,65 +158,55 @@ def test_another_folder_is_made_and_named(
     assert load_config("miner", [], environ={}, file=Path("miner.toml"))
 
 
-WRONG = {
-    "unknown": "the invitation is not known here",
-    "digest": "its rules are not those of the invitation",
-    "cut": "the invitation is not whole",
-    "no digest": "whose part behind # is missing",
-    "away": "does not answer",
-    "wallet": "is there already and no member of this network",
-    "wallet folder": "give --wallet.path",
-    "no folder": "--folder afile cannot be used",
-    "no keys": "R2_READ_ACCESS_KEY_ID, R2_READ_SECRET_ACCESS_KEY, R2_WRITE_ACCESS_KEY_ID, "
-    "R2_WRITE_SECRET_ACCESS_KEY not set",
-    "other miner": "network in ",
-    "flag": "did you mean --dht.port",
-    "words": "is one word too many",
+#: What is wrong: the words of ``dt-join`` for an invitation in a folder, and what the line says.
+WRONG: dict[str, tuple[Callable[[str, Path], list[str]], str]] = {
+    # The registry's other refusals are in test_registry.py.
+    "unknown": (lambda line, here: [line[:-8] + line[:-9:-1]], "the invitation is not known here"),
+    "digest": (
+        lambda line, here: [re.sub(r"\w{4}(?=\.[^.]+$)", "0123", line)],
+        "its rules are not those of the invitation",
+    ),
+    "cut": (lambda line, here: [line[:-30]], "the invitation is not whole"),
+    "no digest": (lambda line, here: [line.partition("#")[0]], "whose part behind # is missing"),
+    "away": (
+        lambda line, here: [re.sub(r":\d+/", f":{free_ports(1)[0]}/", line)],
+        "does not answer",
+    ),
+    "wallet": (
+        lambda line, here: [line] * bool(create_wallet(here.parent / ".bittensor/wallets", "lab")),
+        "is there already and no member of this network",
+    ),
+    "wallet folder": (
+        lambda line, here: [line, "--wallet.path", str(here / ".env" / "wallets")],
+        "give --wallet.path",
+    ),
+    "no folder": (lambda line, here: [line, "--folder", ".env"], "--folder .env cannot be used"),
+    "no keys": (
+        lambda line, here: (here / ".env").unlink() or [line],
+        "R2_READ_ACCESS_KEY_ID, R2_READ_SECRET_ACCESS_KEY, R2_WRITE_ACCESS_KEY_ID, "
+        "R2_WRITE_SECRET_ACCESS_KEY not set",
+    ),
+    "other miner": (
+        lambda line, here: [line] * bool((here / "miner.toml").write_text('network = "other"\n')),
+        "network in ",
+    ),
+    "flag": (lambda line, here: [line, "--dht.prot", "7001"], "did you mean --dht.port"),
+    "words": (lambda line, here: [line, "more"], "is one word too many"),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_bad_invitation_is_one_line_and_nothing_is_written(
-    lab: Lab, home: Path, wrong: str, capsys: pytest.CaptureFixture[str]
+    lab: Lab, home: Path, wrong: str, invitation: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here, more = home / "here", []
-    line = invite(lab, capsys)
-    place, _, token = line.rpartition(".")
-    write_keys(lab, here)
-    if wrong == "unknown":  # the registry's other refusals are in test_registry.py
-        line = f"{place}.{token[::-1]}"
-    elif wrong == "digest":
-        line = f"{place[:-4]}0123.{token}"
-    elif wrong == "cut":
-        line = line[:-30]
-    elif wrong == "no digest":
-        line = line.partition("#")[0]
-    elif wrong == "away":
-        (port,) = free_ports(1)
-        line = line.replace(lab.url, f"http://127.0.0.1:{port}")
-    elif wrong == "wallet":
-        create_wallet(home / ".bittensor" / "wallets", "lab")
-    elif wrong == "wallet folder":
-        (home / "afile").write_text("")
-        more = ["--wallet.path", str(home / "afile" / "wallets")]
-    elif wrong == "no folder":
-        (here / "afile").write_text("")
-        more = ["--folder", "afile"]
-    elif wrong == "no keys":
-        (here / ".env").unlink()
-    elif wrong == "other miner":
-        (here / "miner.toml").write_text('network = "other.toml"\n')
-    elif wrong == "flag":
-        more = ["--dht.prot", "7001"]
-    elif wrong == "words":
-        more = ["more"]
-    capsys.readouterr()
-    before = everything(home)
-    folders = sorted(p for p in home.rglob("*") if p.is_dir())
-    assert join_command.main([line, *more]) in (1, 2)
+    write_keys(lab, home / "here")
+    make, words = WRONG[wrong]
+    given = make(invitation, home / "here")
+    before, folders = everything(home), sorted(p for p in home.rglob("*") if p.is_dir())
+    assert join_command.main(given) in (1, 2)
     (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("error: ") and WRONG[wrong] in said, said
-    assert token not in said
+    assert said.startswith("error: ") and words in said, said
+    assert invitation.rpartition(".")[2] not in said
     assert everything(home) == before
     assert sorted(p for p in home.rglob("*") if p.is_dir()) == folders
 

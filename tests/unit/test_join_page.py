@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -228,11 +226,3 @@ def test_a_script_gets_the_networks_model_from_wherever_it_is_named(
     monkeypatch.chdir("/")
     with pytest.raises(ValueError, match="no network is named"):
         distributed_training.model_config()
-
-
-def test_the_package_stays_light_for_programs_that_join_nothing() -> None:
-    code = "import sys, distributed_training; print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout == "False\n"

@@ -100,7 +100,6 @@ def test_buckets_of_their_own_need_no_registry_and_a_key_each(
         ({"store__endpoint": "folder:///srv/store"}, "hands out are secrets"),
         ({"store__access": "shared"}, "store.access"),
         ({"store__hosts": ["a/b"]}, "HOST:PORT"),
-        ({"exchange": "pigeon"}, "exchange 'pigeon'"),
         ({"chain": EXAMPLE["chain"] | {"kind": "toy"}}, "nobody would hand out access"),
     ],
 )

@@ -79,12 +79,7 @@ def test_the_verdicts_that_were_signed_are_shown(
     ],
 )
 def test_nothing_is_shown_that_was_altered(
-    file: str,
-    leader: Leader,
-    key: str,
-    old: bytes,
-    new: bytes,
-    capsys: pytest.CaptureFixture[str],
+    file: str, leader: Leader, key: str, old: bytes, new: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = leader.store.get(key, limit=10**6)
     assert old in data
@@ -112,10 +107,7 @@ def test_the_newest_whole_weights_are_fetched_and_compared(
 
 
 def test_a_member_with_the_key_of_another_network_asks_the_registry(
-    file: str,
-    leader: Leader,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    file: str, leader: Leader, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chain = Mock(spec=RegistryChain)
     denied = Mock(head=Mock(side_effect=AccessDeniedError("read local: the key is refused")))
