@@ -69,7 +69,6 @@ def made(request, tmp_path: Path, monkeypatch) -> Iterator[Setup]:
         others.register()
 
         def gone() -> None:
-            assert server.registry is not None
             server.registry.expel(other.ss58)
 
         yield Setup(mine, me, other, others, server.stop, lambda: server.start(), gone)

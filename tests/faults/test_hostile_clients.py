@@ -55,13 +55,11 @@ class World(RegistryServer):
 
     def start(self) -> World:
         super().start()
-        assert self.registry is not None
         self.registry.register(PEER.ss58)
         return self
 
     @property
     def bounds(self) -> Bounds:
-        assert self._service is not None
         return self._service.bounds
 
     @property
@@ -69,7 +67,6 @@ class World(RegistryServer):
         return sum(map(len, self.bounds.held.values()))
 
     def count(self, name: str) -> int:
-        assert self._service is not None
         return self._service.counters().get(name, 0)
 
     def refused(self, reason: str) -> int:
@@ -226,7 +223,6 @@ def test_a_megabyte_of_one_byte_chunks_costs_next_to_nothing(server: World, name
     """It cost 0.4 s of CPU, 1.2 s under the name of a registered hotkey."""
 
     def cpu() -> float:
-        assert server._service is not None
         thread = server._service._threads[0].native_id
         return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
 
@@ -347,7 +343,6 @@ def test_a_flood_is_cut_off_and_honest_clients_are_answered(
     tmp_path: Path, first: bytes, clients: int, addresses: int
 ) -> None:
     with RegistryServer(tmp_path) as filled:  # the list has 75 KB
-        assert filled.registry is not None
         with filled.registry.change():
             for number in range(1, 250):
                 filled.registry.register(f"5{number:047d}", uid=number)

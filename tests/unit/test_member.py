@@ -194,7 +194,6 @@ def test_a_script_killed_at_any_moment_sends_one_file_and_applies_all(
     script: Script, moment: str
 ) -> None:
     world, controller = script.world, script.net._controller
-    assert controller is not None
     script.train(3)
     dead, files = threading.Event(), dict[str, str]()
 
@@ -450,7 +449,6 @@ def test_a_script_continues_by_another_version_of_the_file(
 ) -> None:
     """It uploads by the new codec, and one line says what takes a restart of it."""
     network = member._config_of(script.world.network, {}).network
-    assert network is not None
     text = Path(script.world.network).read_text()
     for table, more in (("round", 'codec = "2-bit"'), ("stop", "outer_steps = 90")):
         there = f"[{table}]\n"

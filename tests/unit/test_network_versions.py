@@ -89,17 +89,14 @@ def test_members_of_the_newest_version_hold_the_same_rules_and_others_are_named(
         if published < len(chain.texts) and draw.random() < 0.4:
             published += 1
         truth = chain.configs[published - 1].network
-        assert truth is not None
         owner = Versions(truth, tmp_path / "owner" / str(outer_step))
         owner.look(dict(enumerate(chain.texts[:published], 1)).get)
         for n, folder in enumerate(files):
             if peers[n] is None or draw.random() < 0.3:  # a restart, perhaps with a newer file
                 begun[n] = draw.randrange(begun[n], published)
                 network = chain.configs[begun[n]].network
-                assert network is not None
                 peers[n] = Versions(network, folder)
             peer = peers[n]
-            assert peer is not None
             cut_off = draw.random() < 0.3
             if not cut_off:
                 peer.look(dict(enumerate(chain.texts[:published], 1)).get)
@@ -118,7 +115,6 @@ def test_members_of_the_newest_version_hold_the_same_rules_and_others_are_named(
 def test_a_version_that_does_not_follow_is_refused(tmp_path: Path) -> None:
     chain = Chain(tmp_path, [5, 9])
     first = chain.configs[0].network
-    assert first is not None
     other_second = next_version(
         chain.configs[0], chain.texts[0], 5, ("rate = 1.0\n", "rate = 7.0\n")
     )
@@ -142,7 +138,6 @@ def test_the_bucket_has_the_versions_and_one_line_announces_each(
     store = MemoryObjectStore("lab")
     reader = BucketReader(store)
     newest = chain.configs[2].network
-    assert newest is not None
     for number in (1, 2):
         store.put(keys.VERSION.format(number), chain.texts[number - 1].encode())
     late = Versions(newest, tmp_path / "late")
@@ -150,7 +145,6 @@ def test_the_bucket_has_the_versions_and_one_line_announces_each(
     assert [late.at(step).head.version for step in (0, 4, 5, 8, 9, 99)] == [1, 1, 2, 2, 3, 3]
     caplog.set_level(logging.INFO)
     first = chain.configs[0].network
-    assert first is not None
     running = Versions(first, tmp_path / "running")
     assert running.look(reader.version) == "" and running.look(reader.version) == ""
     line = "Version 2 of the network's file holds from outer step 5: it changes training.learning"
@@ -216,7 +210,6 @@ def test_a_damaged_newer_version_hides_none_that_holds(tmp_path: Path) -> None:
     for damage in (b"\xff", b"[", chain.texts[1].encode()):
         store.put(keys.VERSION.format(3), damage)
         second = chain.configs[1].network
-        assert second is not None
         versions = Versions(second, tmp_path / "run")
         assert "version 3 of the network's file is refused" in versions.look(reader.version)
         assert versions.knows(4) and versions.at(4).head.version == 1
