@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import distributed_training
+from distributed_training.common.llama import llama_config
 from distributed_training.common.memory import ModelShape
 from distributed_training.training.model import hf_config
 from tests.tools.network import network_file
@@ -25,19 +26,8 @@ LOOP = ROOT / "examples" / "join.py"
 SCRIPTS = sorted((ROOT / "examples").glob("join*"))
 MOST = 10  # lines of ours in a script of somebody else
 LONGEST = 80  # lines of an example
-MODEL = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 264,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-}
+SHAPE = {"hidden": 16, "layers": 1, "heads": 2, "kv_heads": 2, "intermediate": 32, "vocab": 264}
+MODEL = {k: v for k, v in llama_config(**SHAPE, max_positions=256).items() if v is not None}
 RULES = {
     "format": 2,
     "exchange": "store",
