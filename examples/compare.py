@@ -41,23 +41,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.common import parser, table
-from bench.workers import (
-    BATCH,
-    CONTEXT,
-    HELD_OUT_BYTES,
-    LAYERS,
-    RATE,
-    WARMUP,
-    WIDTH,
-    WORKERS,
-    Network,
-    Weights,
-    held_out_losses,
-    initial,
-    losses,
-    stack,
-    text,
-)
+from bench.workers import WORKERS, Network
 from distributed_training.config.loader import exit_with
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
@@ -78,11 +62,25 @@ from distributed_training.validator.merge import (
     norm_of,
     whole_uploads,
 )
+from examples.byte_model import (
+    BATCH,
+    CONTEXT,
+    HELD_OUT_BYTES,
+    LAYERS,
+    WIDTH,
+    Weights,
+    held_out_losses,
+    initial,
+    losses,
+    stack,
+    text,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 RULES = ROOT / "examples" / "rules"
 DEFAULT = ("nesterov", f"{RULES / 'sparse_uploads.py'}:lr=3,mu=0", str(RULES / "pairs.py"))
 BASELINE = "one worker"
+RATE, WARMUP = 1e-3, 30  # of AdamW; inner steps
 SUBNET_PERIOD, SUBNET_STEPS, KILL_EVERY = 80, 5, 60.0  # seconds, outer steps, seconds
 
 

@@ -1,6 +1,5 @@
 """A codec of uploads: of each 4,096 values the 64 largest, with 2 bits and a place of 12 bits each.
 
-    python -m bench.curves --arms float32,4-bit,sparse
     PYTHONPATH=examples dt-network init --plugins sparse_codec --set round.codec=sparse
 
 A row of the file has as many bytes whatever its values are, so the codec writes for each chunk of a

@@ -2,7 +2,7 @@
 
 An upload and an update have ``bits`` per value and a float32 scale for each group of 256 values
 (:mod:`.update_file`). The founder's link, the store's bill and the grace of a round follow from
-that and the number of members. ``bench/growth.py`` prints the table of docs/scale.md.
+that and the number of members. docs/scale.md has a table of them, and ``dt-plan`` prints yours.
 """
 
 from __future__ import annotations

@@ -379,7 +379,7 @@ class OuterStep:
         Inner steps that were taken while the update was on its way, or that missed it, have moved
         the weights in part where the update moves them. Both together would move them there twice.
         For each parameter, with its update u (new weights - epoch start) and what was
-        trained late l, l becomes l - max(0, <l, u> / <u, u>) u (bench.curves).
+        trained late l, l becomes l - max(0, <l, u> / <u, u>) u (docs/performance.md).
         """
         each = list(zip(late, weights, self.epoch_start or [], strict=True))
 

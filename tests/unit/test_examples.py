@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from distributed_training.common import kinds
+from distributed_training.protocol.codecs import CODECS, Codec
 from tests.tools import forked
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -85,3 +89,45 @@ def test_a_rule_is_a_file_of_at_most_80_lines_and_the_page_shows_one_whole(name:
     assert name in page
     code = text.partition("annotations\n\n")[2]
     assert name != "sparse_uploads.py" or (code and f"```python\n{code}```" in page)
+
+
+@pytest.fixture
+def sparse(monkeypatch: pytest.MonkeyPatch) -> Codec:
+    """What is imported as a plug-in here is none of the tests after it, nor of children."""
+    monkeypatch.setattr(kinds, "_imported", [])
+    monkeypatch.setattr(CODECS, "_made", dict(CODECS._made))
+    monkeypatch.delitem(sys.modules, "examples.sparse_codec", raising=False)
+    kinds.import_plugins(["examples.sparse_codec"])
+    return CODECS["sparse"]
+
+
+def test_a_sparse_upload_keeps_the_largest_of_each_chunk_and_feedback_sends_the_rest(
+    sparse: Codec,
+) -> None:
+    assert sparse.bits == (64 * 14 + 32) / 4096 and sparse.has_zero
+    rows = torch.randn(3, 5000, generator=torch.Generator().manual_seed(1))
+    sent, residual, out = torch.zeros_like(rows), torch.zeros_like(rows), torch.empty_like(rows)
+    for number in range(300):
+        sparse.decode_rows(*sparse.encode_rows(rows + residual), out)
+        if not number:
+            whole = rows[:, :4096].abs()
+            assert (out[:, :4096] != 0).sum(1).tolist() == [64] * 3
+            assert torch.equal(
+                whole.topk(64).indices.sort().values, out[:, :4096].nonzero()[:, 1].view(3, 64)
+            )
+        residual += rows - out
+        sent += out
+    assert (sent / 300 - rows).norm() < 0.2 * rows.norm()
+
+
+@pytest.mark.parametrize("columns", [1, 100, 4096, 5000])
+def test_foreign_codes_of_a_sparse_upload_become_finite_values(sparse: Codec, columns: int) -> None:
+    scales, codes = sparse.encode_rows(torch.randn(2, columns))
+    assert sparse.row(columns) == (scales.shape[1], codes.shape[1])
+    out = torch.full((2, columns), float("nan"))
+    sparse.decode_rows(scales.fill_(4.2e37), torch.randint(256, codes.shape).byte(), out)
+    assert out.isfinite().all()
+    for bad in (float("nan"), float("inf")):
+        rows = torch.ones(1, columns)
+        rows[0, -1] = bad
+        assert not sparse.encode_rows(rows)[0].isfinite().all()

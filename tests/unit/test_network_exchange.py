@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +180,33 @@ def test_the_formula_gives_the_bytes_of_a_real_file(codec: str) -> None:
     schema = parameter_schema(named_config("1b"))
     count = sum(math.prod(shape) for _, shape in schema)
     assert largest_file(schema, codec) == pytest.approx(file_bytes(count, codec), rel=0.005)
+
+
+def test_the_table_of_scaling_is_the_formula_s() -> None:
+    """For 4 billion parameters, 1,000 Mbit/s and three forward passes for each upload."""
+    figure = json.loads((ROOT / "docs" / "figures" / "growth.json").read_text())
+    units = {"MB": 1e6, "GB": 1e9, "s": 1.0, "min": 60.0, "$": 1.0}
+    table: dict[str, list[tuple[float, float]]] = {}  # a value, and half of its last digit
+    for name, *cells in figure["rows"]:
+        for number, unit in (cell.replace(",", "").split() for cell in cells):
+            digits = len(number.partition(".")[2])
+            each = float(number) * units[unit], 0.51 * units[unit] / 10**digits
+            table.setdefault(name, []).append(each)
+    judging = 3 * 2 * 4e9 * 2 * 100 * 1024 / 400e12
+    rows: dict[str, Callable[[Growth], float]] = {
+        "validator receives": lambda of: of.validator_receives,
+        "validator receives for": lambda of: 8 * of.validator_receives / 1e9,
+        "validator judges for": lambda of: of.members * judging,
+        "validator sends": lambda of: of.validator_sends,
+        "store sends": lambda of: of.store_sends,
+        "store keeps": lambda of: of.stored,
+        "R2 costs a month": lambda of: of.dollars_a_month,
+    }
+    members = [int(each.replace(",", "")) for each in figure["columns"][1:]]
+    assert members == [4, 16, 64, 256, 1024] and [*table] == [*rows]
+    for name, row in rows.items():
+        for count, (shown, half) in zip(members, table[name], strict=True):
+            assert row(Growth(count, 4 * 10**9)) == pytest.approx(shown, abs=half), (name, count)
 
 
 @given(

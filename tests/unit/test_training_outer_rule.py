@@ -47,6 +47,18 @@ def moves(returned: Callable[..., Any]) -> dict[str, Any]:
     return {"step": lambda w, g, s, lr, mu: returned(w, g, s)}
 
 
+def test_the_network_s_own_rule_is_the_outer_sgd_of_diloco() -> None:
+    """Algorithm 1 of Douillard et al. 2023, arXiv 2311.08105."""
+    shared = torch.ones(5)
+    outer = torch.optim.SGD([shared], lr=0.7, momentum=0.9, nesterov=True)
+    weights, momentum = shared.clone(), None
+    for moved in torch.randn(4, 5, generator=torch.Generator().manual_seed(0)):
+        shared.grad = moved
+        outer.step()
+        weights, momentum = nesterov_sgd(weights, moved, momentum, lr=0.7, mu=0.9)
+        assert torch.allclose(weights, shared)
+
+
 @pytest.mark.parametrize(
     ("parts", "part"),
     [
