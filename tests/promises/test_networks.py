@@ -23,7 +23,6 @@ import pytest
 from bittensor_core import verify
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench import kills
 from distributed_training.config import load_config
 from distributed_training.doctor import main as run_doctor
 from distributed_training.localnet.services import SubnetOptions
@@ -37,6 +36,7 @@ from distributed_training.telemetry.metrics import METRICS
 from distributed_training.training.model import parameter_schema
 from distributed_training.training.weights import load_weights
 from distributed_training.validator.replay import Audit, ManifestChain
+from testbed import kills
 from tests.end_to_end.test_doctor import doctor
 from tests.tools.log_reference import LINE, Reference
 from tests.tools.page import served

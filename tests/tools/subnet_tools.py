@@ -14,7 +14,7 @@ import pytest
 from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 
-PACED = Path(__file__).with_name("paced_miner.py")
+PACED = Path(__file__).parents[2] / "testbed" / "paced_miner.py"
 #: One block ahead: it lasts longer, and what is uploaded must not be of an old one.
 _PACED_FLAGS = ("--data.prefetch_blocks", "1")
 

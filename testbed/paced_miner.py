@@ -24,7 +24,7 @@ HELD = 12.0
 ALONE = 9.0  # the same, where it is the whole step: such steps take about as long as others
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     from distributed_training.miner.__main__ import main
 
     if Path(os.environ.get("PACED_HELD", "")).name not in sys.argv:
@@ -32,7 +32,7 @@ if __name__ == "__main__":
     if "OWN_TEXT" in os.environ:
         name = sys.argv[sys.argv.index("--neuron.name") + 1]
         sys.argv += ["--data.own_text", f"{os.environ['OWN_TEXT']}/{name}"]
-    sys.exit(main(program="tests.tools.paced_miner"))
+    sys.exit(main(program="testbed.paced_miner"))
 else:  # in each rank
     from distributed_training.miner.start import run_rank  # noqa: F401 - each rank calls it
     from distributed_training.protocol import lines
@@ -40,7 +40,7 @@ else:  # in each rank
     from distributed_training.training.trainer import Trainer
 
     _add = Trainer.add_micro_batch
-    _least = float(os.environ.get("PACED_STEP", "0"))  # seconds; see subnet_tools.py
+    _least = float(os.environ.get("PACED_STEP", "0"))  # seconds; see tests/tools/subnet_tools.py
     _held = os.environ.get("PACED_HELD")
     if _held:
         lines.SLOW_STEP = HELD / 2
@@ -58,7 +58,7 @@ else:  # in each rank
             while _held and Path(_held).exists() and time.monotonic() - began < HELD:
                 time.sleep(0.1)
 
-    Trainer.add_micro_batch = _paced
+    Trainer.add_micro_batch = _paced  # type: ignore
 
     if "HOSTILE_FACTOR" in os.environ:
         _rows = outer_step._Movement.rows
@@ -66,4 +66,4 @@ else:  # in each rank
         def _hostile(self: outer_step._Movement, *place: Any) -> Any:
             return _rows(self, *place).mul_(float(os.environ["HOSTILE_FACTOR"]))
 
-        outer_step._Movement.rows = _hostile  # type: ignore[method-assign]
+        outer_step._Movement.rows = _hostile  # type: ignore
