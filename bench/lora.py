@@ -20,9 +20,9 @@ import itertools
 import statistics
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bench.common import alone, parser, some_of, table
-from bench.workers import Network
 from distributed_training.common.files import write_bytes
 from distributed_training.common.llama import llama_config
 from distributed_training.config.settings import DataSettings, TrainingSettings
@@ -41,12 +40,21 @@ from distributed_training.data.tokenizer import BYTE_VOCABULARY, TextTokenizer, 
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import with_rules
 from distributed_training.protocol.pages import PageDraw
+from distributed_training.protocol.types import UPDATE_CODEC, Base, Update
+from distributed_training.protocol.update_file import (
+    Header,
+    UpdateFile,
+    UpdateLayout,
+    digest_rows,
+    digest_weights,
+    rows_and_columns,
+)
 from distributed_training.scoring.evaluator import EvaluationModel
 from distributed_training.training.lora import begin, read_rules
 from distributed_training.training.model import write_config
 from distributed_training.training.pretrained import read_weights, write_frozen
 from distributed_training.training.trainer import Trainer
-from distributed_training.validator.merge import NESTEROV, OuterState, Rule
+from distributed_training.validator.merge import NESTEROV, OuterState, Rule, merge
 from testbed import first_weights
 
 CONTEXT, BATCH = 128, 8
@@ -150,6 +158,39 @@ def read_held_out(folder: Path, tokenizer: tuple[Path, int]) -> dict[str, Tensor
     return held
 
 
+def exchange(
+    members: Sequence[Trainer], state: OuterState, folder: Path, outer_step: int
+) -> tuple[OuterState, float]:
+    """Let ``members`` take an outer step; return the state after it, and the bytes of an upload."""
+    schema, uploads, path = members[0].schema, [], folder / "update"
+
+    def header(kind: Literal["upload", "update"]) -> Header:
+        return Header(
+            kind=kind, run_id="bench", outer_step=outer_step, serial=1, hotkey="bench",
+            start="0" * 64, codec=UPDATE_CODEC, inner_steps=1, tokens=1,
+        )  # fmt: skip
+
+    for number, member in enumerate(members):
+        own = folder / f"upload-{number}"
+        written = member.write_upload(own, header("upload"), sign=lambda _: bytes(64))
+        written.join()
+        if written.error is not None:
+            raise written.error
+        uploads.append(UpdateFile.reopen(own, schema))
+    path.unlink(missing_ok=True)
+    layout, rule = UpdateLayout.of(schema, header("update")), Rule(NESTEROV, 1.0, 0.0)
+    _, state = merge(
+        uploads, [1.0] * len(uploads), state, rule, path=path, layout=layout,
+        sign=lambda _: bytes(64),
+    )  # fmt: skip
+    rows = (each.reshape(rows_and_columns(each.shape)) for each in state.weights)
+    digest = digest_weights(map(digest_rows, rows))
+    for member, upload in zip(members, uploads, strict=True):
+        member.prepare_update(Update(outer_step + 1, path, Base.MERGED, upload.path, digest))
+        member.commit_outer_step()
+    return state, statistics.mean(upload.layout.body_bytes for upload in uploads)
+
+
 class Adapters:
     """One way to train adapters: of one rank, both matrices or only B."""
 
@@ -159,25 +200,18 @@ class Adapters:
         rules = read_rules(f"r={rank},alpha={2 * rank},train={way},dtype=bfloat16", config)
         self.config = with_rules(config, "lora", None, rules)
         self.way, self.rank, self.folder = way, rank, folder
-        self.frozen, self._start = folder / "frozen", folder / "start"
+        self.frozen = folder / "frozen"
         begin(folder / "adapters", self.config)
         write_frozen(self.frozen, self.config, base, folder / "adapters")
         self.weights = [*read_weights(folder / "adapters", self.config)]
 
     def trainer(self, seed: int, *, batch: int, rate: float) -> Trainer:
         made = trainer(seed, batch=batch, model=self.config, frozen=self.frozen, rate=rate)
-        self.give([made], self.weights, 0)
+        with torch.no_grad():
+            for shard, weights in zip(made.shards, self.weights, strict=True):
+                shard.local.copy_(weights.view_as(shard.local))
+        made.begin_epoch(0)
         return made
-
-    def give(self, members: list[Trainer], weights: list[Tensor], outer_step: int) -> None:
-        names = [name for name, _ in members[0].schema]
-        values = dict(zip(names, weights, strict=True))
-        save_file(values, self._start, metadata=keys.SAFETENSORS_METADATA)
-        for member in members:
-            member.load_global(self._start, outer_step)
-
-    def loss(self, made: Trainer, held: dict[str, Tensor]) -> float:
-        return loss(made, held, self.config, self.frozen)
 
 
 def make_base(
@@ -187,9 +221,8 @@ def make_base(
     made = trainer(0, batch=BATCH * len(texts), model=config, rate=1e-3)
     inner_steps(made, texts, steps)
     folder.mkdir()
-    names = [name for name, _ in made.schema]
-    values = dict(zip(names, made.outer.current(), strict=True))
-    save_file(values, folder / keys.MODEL, metadata=keys.SAFETENSORS_METADATA)
+    values = zip((name for name, _ in made.schema), made.outer.current(), strict=True)
+    save_file(dict(values), folder / keys.MODEL, metadata=keys.SAFETENSORS_METADATA)
     write_config(folder, config)
     return made
 
@@ -245,32 +278,29 @@ def of_seed(
     adapters: Adapters, read: Any, held: dict[str, Tensor], seed: int, options: Any
 ) -> tuple[object, ...]:
     """Return the row of one seed: mean losses on the three texts, of merged adapters and others."""
-    steps, rate = options.steps, options.rate
+    steps, rate, trained = options.steps, options.rate, (adapters.config, adapters.frozen)
     members = [adapters.trainer(seed, batch=BATCH, rate=rate) for _ in TEXTS]
-    names = [name for name, _ in members[0].schema]
-    rule = Rule(NESTEROV, 1.0, 0.0)
-    network = Network(rule, names, OuterState(adapters.weights), workers=len(members))
+    state, sent = OuterState(adapters.weights), 0.0
     texts = [read(name, seed) for name in TEXTS]
     for step in range(options.rounds):
         for member, text in zip(members, texts, strict=True):
             inner_steps(member, [text], steps)
-        own = zip(*(member.outer.current() for member in members), strict=True)
-        network.exchange([torch.stack(of_all) for of_all in own], adapters.folder, step)
-        adapters.give(members, [each.clone() for each in network.state.weights], step + 1)
-    merged = adapters.loss(members[0], held)
-    values = sum(each.numel() for each in network.state.weights) * options.rounds
+        state, size = exchange(members, state, adapters.folder, step)
+        sent += size
+    merged = loss(members[0], held, *trained)
+    values = sum(each.numel() for each in state.weights) * options.rounds
     single = []
     for name in TEXTS:
         one = adapters.trainer(seed, batch=BATCH, rate=rate)
         inner_steps(one, [read(name, seed)], options.rounds * steps)
-        single.append(adapters.loss(one, held))
+        single.append(loss(one, held, *trained))
     one = adapters.trainer(seed, batch=BATCH * len(TEXTS), rate=rate)
     inner_steps(one, [read(name, seed) for name in TEXTS], options.rounds * steps)
-    of_all = adapters.loss(one, held)
+    of_all = loss(one, held, *trained)
     return (
         adapters.way, adapters.rank, seed, f"{merged:.4f}",
         f"{min(single):.4f}", f"{merged / min(single) - 1:+.2%}", f"{of_all:.4f}",
-        f"{merged / of_all - 1:+.2%}", f"{network.sent / values:.3f}",
+        f"{merged / of_all - 1:+.2%}", f"{sent / values:.3f}",
     )  # fmt: skip
 
 

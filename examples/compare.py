@@ -33,7 +33,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -41,11 +41,18 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.common import parser, table
-from bench.workers import WORKERS, Network
 from distributed_training.config.loader import exit_with
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
-from distributed_training.protocol.update_file import UpdateFile
+from distributed_training.protocol.types import UPDATE_CODEC
+from distributed_training.protocol.update_file import (
+    Header,
+    UpdateFile,
+    UpdateLayout,
+    finish,
+    rows_and_columns,
+    write_rows,
+)
 from distributed_training.training.outer_rule import (
     OUTER_RULES,
     UploadFacts,
@@ -59,6 +66,7 @@ from distributed_training.validator.merge import (
     Rule,
     clip_factor,
     longest_norm,
+    merge,
     norm_of,
     whole_uploads,
 )
@@ -80,6 +88,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RULES = ROOT / "examples" / "rules"
 DEFAULT = ("nesterov", f"{RULES / 'sparse_uploads.py'}:lr=3,mu=0", str(RULES / "pairs.py"))
 BASELINE = "one worker"
+WORKERS = 4  # of each rule and seed
 RATE, WARMUP = 1e-3, 30  # of AdamW; inner steps
 SUBNET_PERIOD, SUBNET_STEPS, KILL_EVERY = 80, 5, 60.0  # seconds, outer steps, seconds
 
@@ -117,15 +126,24 @@ class Inner:
 
 
 @dataclass
-class Ruled(Network):
-    """A network by any outer rule, whose uploads may be lost.
+class Ruled:
+    """The rounds of one store network by any outer rule, whose uploads may be lost.
 
-    There is one state for all; with a rule of groups each worker has one. Where a rule selects what
-    is sent, an upload counts as long as zlib makes it. ``judged``: the text that uploads are judged
-    on.
+    Uploads and updates are the program's own files (``protocol/update_file.py``), merged as a
+    validator merges them (``validator/merge.py``). There is one state for all; with a rule of
+    groups each worker has one. Where a rule selects what is sent, an upload counts as long as zlib
+    makes it. ``judged``: the text that uploads are judged on. ``sent`` and ``received``: bytes of
+    one worker in all outer steps.
     """
 
-    judged: Tensor | None = None
+    rule: Rule
+    names: Sequence[str]
+    state: OuterState
+    workers: int
+    judged: Tensor
+    sent: float = 0.0
+    received: float = 0.0
+    residuals: dict[int, Sequence[Tensor]] = field(default_factory=dict)  # by worker
     states: list[OuterState] = field(default_factory=list)
     norms: list[list[float]] = field(default_factory=list)  # of an outer step, as merged
 
@@ -134,6 +152,7 @@ class Ruled(Network):
             self.states = [self.state] * self.workers
 
     def state_of(self, worker: int) -> OuterState:
+        """Return the state that a worker begins its inner steps with."""
         return self.states[worker] if self.states else self.state
 
     def exchange_and_carry(
@@ -169,13 +188,46 @@ class Ruled(Network):
         factors = [clip_factor(norm, longest) for norm in norms]
         self.norms.append([n * f for n, f in zip(norms, factors, strict=True)])
         if OUTER_RULES[self.rule.name].merge is not None:
-            assert self.judged is not None
             gains = self._gains(uploads, self.judged)
             tokens = [upload.header.tokens for upload in uploads]
             facts = [UploadFacts(*each) for each in zip(tokens, norms, gains, strict=True)]
-        update = self.merge(uploads, factors, whole_uploads(found), folder, outer_step, facts)
+        path, layout = folder / "update", self._layout("update", outer_step)
+        path.unlink(missing_ok=True)
+        _, self.state = merge(
+            uploads, factors, self.state, self.rule, path=path, layout=layout,
+            sign=lambda _: bytes(64), divisor=whole_uploads(found), facts=facts,
+        )  # fmt: skip
         self.sent += sum(map(self._bytes_of, uploads)) / self.workers
-        self.received += update.layout.body_bytes
+        self.received += layout.body_bytes
+
+    def upload(
+        self, worker: int, weights: Sequence[Tensor], folder: Path, outer_step: int
+    ) -> UpdateFile:
+        """Write one worker's upload as a member does; keep what it left out."""
+        rule = OUTER_RULES[self.rule.name]
+        moved = [s - w for s, w in zip(self.state_of(worker).weights, weights, strict=True)]
+        if (residual := self.residuals.get(worker)) is not None:
+            moved = [m + r * rule.feedback for m, r in zip(moved, residual, strict=True)]
+        path = folder / f"upload-{worker}"
+        path.unlink(missing_ok=True)
+        layout = self._layout("upload", outer_step)
+        for index, tensor in enumerate(moved):
+            rows = tensor.reshape(rows_and_columns(tensor.shape))
+            write_rows(path, layout, index, 0, rows if rule.select is None else rule.select(rows))
+        finish(path, layout, lambda _: bytes(64))
+        upload = UpdateFile.reopen(path, layout.schema)
+        self.residuals[worker] = [
+            m - upload.decode(name, m.shape) for name, m in zip(self.names, moved, strict=True)
+        ]
+        return upload
+
+    def _layout(self, kind: Literal["upload", "update"], outer_step: int) -> UpdateLayout:
+        header = Header(
+            kind=kind, run_id="bench", outer_step=outer_step, serial=0, hotkey="bench",
+            start="0" * 64, codec=UPDATE_CODEC, inner_steps=1, tokens=1,
+        )  # fmt: skip
+        shapes = [tuple(weight.shape) for weight in self.state.weights]
+        return UpdateLayout.of(list(zip(self.names, shapes, strict=True)), header)
 
     def _gains(self, uploads: Sequence[UpdateFile], data: Tensor) -> list[float]:
         """Return by how much each upload lowers the loss on ``data``, in nats per byte."""
