@@ -18,16 +18,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import psutil
 import torch
 from hivemind.p2p import P2P
 
-from bench.common import parser, table
-from distributed_training.common.processes import ChildProcess
+from bench.common import parser, proportional_bytes, table
+from distributed_training.common.processes import ChildProcess, kill_tree
 from distributed_training.exchange.hivemind import Answer, Order, Ready, Settings, start_peer
 from distributed_training.protocol.types import Schema
 from distributed_training.protocol.update_file import Header, UpdateLayout, finish, write_rows
@@ -75,85 +72,51 @@ def write_upload(path: Path, schema: Schema) -> None:
     finish(path, layout, lambda message: bytes(64))
 
 
-def memory_of(pid: int) -> int:
-    """Return the bytes of a process and its descendants; shared pages count once."""
-    total, root = 0, psutil.Process(pid)
-    for process in [root, *root.children(recursive=True)]:
-        try:
-            total += process.memory_full_info().pss
-        except psutil.Error:
-            continue  # it has just ended
-    return total
-
-
-class Peers:
-    """Peer processes of ``members``; the last of them may be a ``witness``, as a validator's is."""
-
-    def __init__(
-        self, folder: Path, schema: Schema, members: int, *, witness: bool = False, **named: Any
-    ) -> None:
-        self.folder, self._schema, self._serial = folder, schema, 0
-        self._ready: dict[int, Ready] = {}
-        self._answers: dict[int, Answer] = {}
-        self._witness = members - 1 if witness else None
-        self.peers = [self._start(folder / str(i), i, **named) for i in range(members)]
-        while len(self._ready) < members:
-            time.sleep(0.05)
-
-    def _start(self, folder: Path, i: int, **named: Any) -> ChildProcess:
-        folder.mkdir()
-        identity = str(folder / "identity.key")
-        P2P.generate_identity(identity)
-        return start_peer(
-            Settings(self._schema, "bench", identity, "127.0.0.1", 0, gather=GATHER),
-            ready=lambda ready: self._ready.update({i: ready}),
-            answered=lambda answer: self._answers.update({i: answer}),
-            **named,
-        )
-
-    def round(self, uploads: Sequence[Path], usual: float, *, ahead: float) -> list[str]:
-        """Let them average files of ``uploads`` in ``ahead`` seconds; return why it failed.
-
-        The witness writes the file ``average`` of the folder.
-        """
-        self._answers.clear()
-        self._serial += 1
-        at = time.time() + ahead
-        found = [
-            (ready.peer_id, ready.address.rpartition("/p2p/")[0], i)
-            for i, ready in sorted(self._ready.items())
-        ]
-        leader = "" if self._witness is None else found[self._witness][0]
-        for i, peer in enumerate(self.peers):
-            others = tuple(each for j, each in enumerate(found) if j != i)
-            upload, average = (
-                ("", str(self.folder / "average")) if i == self._witness else (str(uploads[i]), "")
-            )
-            peer.send(Order(self._serial, at, at + 300, others, leader, usual, upload, average))
-        while len(self._answers) < len(self.peers):
-            time.sleep(0.05)
-        return [answer.failed for answer in self._answers.values() if answer.failed]
-
-    def close(self) -> None:
-        for peer in self.peers:
-            peer.close()
-
-
 class Ours:
     """The peer processes of ``members``, which average a model of ``TENSORS`` tensors."""
 
     def __init__(self, folder: Path, members: int, rows: int) -> None:
         schema = tuple((f"w{i}", (rows, COLUMNS)) for i in range(TENSORS))
-        self.values = TENSORS * rows * COLUMNS
-        self._uploads, self.times = [folder / "upload"] * members, folder / "ours"
-        write_upload(self._uploads[0], schema)
+        self.values, self._serial = TENSORS * rows * COLUMNS, 0
+        self._upload, self.times = folder / "upload", folder / "ours"
+        self._ready, self._answers = dict[int, Ready](), dict[int, Answer]()
+        write_upload(self._upload, schema)
         os.environ["DT_BENCH_TIMES"] = str(self.times)
-        self.peers = Peers(folder, schema, members, module="bench.timed_peer")
+        self.peers = [self._start(folder / str(i), i, schema) for i in range(members)]
+        while len(self._ready) < members:
+            time.sleep(0.05)
+
+    def _start(self, folder: Path, i: int, schema: Schema) -> ChildProcess:
+        folder.mkdir()
+        identity = str(folder / "identity.key")
+        P2P.generate_identity(identity)
+        return start_peer(
+            Settings(schema, "bench", identity, "127.0.0.1", 0, gather=GATHER),
+            ready=lambda ready: self._ready.update({i: ready}),
+            answered=lambda answer: self._answers.update({i: answer}),
+            module="bench.timed_peer",
+        )
 
     def round(self) -> None:
-        # The files are decoded by then.
-        if failed := self.peers.round(self._uploads, SIZE * self.values**0.5, ahead=10):
-            sys.exit(f"our all-reduce failed: {failed[0]}")
+        self._answers.clear()
+        self._serial += 1
+        at, usual = time.time() + 10, SIZE * self.values**0.5  # the files are decoded by then
+        found = [
+            (ready.peer_id, ready.address.rpartition("/p2p/")[0], i)
+            for i, ready in sorted(self._ready.items())
+        ]
+        for i, peer in enumerate(self.peers):
+            others = tuple(found[:i] + found[i + 1 :])
+            peer.send(Order(self._serial, at, at + 300, others, "", usual, str(self._upload), ""))
+        while len(self._answers) < len(self.peers):
+            time.sleep(0.05)
+        for answer in self._answers.values():
+            if answer.failed:
+                sys.exit(f"our all-reduce failed: {answer.failed}")
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
 
 
 class Stock:
@@ -182,6 +145,10 @@ class Stock:
             if peer.stdout.readline() != "done\n":
                 sys.exit("the all-reduce of stock hivemind failed")
 
+    def close(self) -> None:
+        for peer in self.peers:
+            kill_tree(peer.pid)
+
 
 def most_memory(folder: Path, members: int, rows: int) -> int:
     """Return the most bytes that the processes of one member have in a round."""
@@ -191,12 +158,12 @@ def most_memory(folder: Path, members: int, rows: int) -> int:
     def watch() -> None:
         nonlocal most
         while not over.wait(0.2):
-            most = max(most, memory_of(ours.peers.peers[0].pid))
+            most = max(most, proportional_bytes(ours.peers[0].pid))
 
     threading.Thread(target=watch, daemon=True).start()
     ours.round()
     over.set()
-    ours.peers.close()
+    ours.close()
     return most
 
 
@@ -211,18 +178,13 @@ def main() -> None:
         # Apart from the timed rounds: to look at a process's memory holds it up.
         half, whole = (most_memory(Path(name) / f"of-{n}", given.members, n * rows) for n in (1, 2))
         ours = Ours(Path(name), given.members, rows)
-        stock = Stock(Path(name), given.members, rows)
+        ways = ours, Stock(Path(name), given.members, rows)
         for _ in range(given.repeats):
-            ours.round()
-            stock.round()
-        medians = [
-            statistics.median(map(float, way.times.read_text().split())) for way in (ours, stock)
-        ]
-        ours.peers.close()
-        for process in stock.peers:
-            for each in psutil.Process(process.pid).children(recursive=True):
-                each.kill()
-            process.kill()
+            for way in ways:
+                way.round()
+        medians = [statistics.median(map(float, way.times.read_text().split())) for way in ways]
+        for way in ways:
+            way.close()
     head = ("members", "values", "ours", "stock", "ratio", "memory", "of twice as many", "a value")
     row = (
         given.members, f"{ours.values / 1e6:.0f} M", f"{medians[0]:.2f} s", f"{medians[1]:.2f} s",

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -51,18 +56,47 @@ def served(*words: str) -> Iterator[int]:
             process.terminate()
 
 
+def proportional_bytes(pid: int) -> int:
+    """Return the memory of a process and its descendants; shared pages count once."""
+    import psutil
+
+    from distributed_training.common.processes import tree_of
+
+    total = 0
+    for process in tree_of(pid):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            total += process.memory_full_info().pss
+    return total
+
+
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Be the one rank of a process group on one thread, as a trainer needs it."""
+def joined(
+    store: Any, rank: int = 0, ranks: int = 1, *, cuda: bool = False, **more: Any
+) -> Iterator[torch.device]:
+    """Join a process group, as a trainer needs it; yield this rank's device."""
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, **more)
+    yield device
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Be the one rank of a process group on one thread."""
+    import torch
+    import torch.distributed as dist
+
+    with joined(dist.HashStore()):
+        torch.set_num_threads(1)
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

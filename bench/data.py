@@ -68,14 +68,19 @@ def make_tokenizer(path: Path, rows: list[str]) -> Path:
     """Write a BPE tokenizer of the kind language models have, learned from ``rows``."""
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(
-        rows,
-        vocab_size=VOCABULARY,
-        min_frequency=0,
-        special_tokens=["<eos>"],
-        show_progress=False,
+        rows, vocab_size=VOCABULARY, min_frequency=0, special_tokens=["<eos>"], show_progress=False
     )
     tokenizer.save(str(path))
     return path
+
+
+def worker_spec(
+    settings: DataSettings, tokenizer: Path, folder: Path, *, ranks: int, length: int
+) -> WorkerSpec:
+    return WorkerSpec(
+        settings=settings, uid=3, rank=0, world_size=ranks, sequence_length=length,
+        tokenizer_path=tokenizer, eos_id=0, folder=folder, draw_pages=DRAW,
+    )  # fmt: skip
 
 
 class FetchTokenizeTrain:
@@ -107,20 +112,8 @@ class FetchTokenizeTrain:
 
 class Pipeline:
     def __init__(self, settings: DataSettings, tokenizer: Path, folder: Path) -> None:
-        self.pipeline = DataPipeline(
-            WorkerSpec(
-                settings=settings,
-                uid=3,
-                rank=0,
-                world_size=4,
-                sequence_length=SEQUENCE,
-                tokenizer_path=tokenizer,
-                eos_id=0,
-                folder=folder,
-                draw_pages=DRAW,
-            ),
-            micro_batch_size=MICRO,
-        )
+        spec = worker_spec(settings, tokenizer, folder, ranks=4, length=SEQUENCE)
+        self.pipeline = DataPipeline(spec, micro_batch_size=MICRO)
         self._next = 0
 
     def ahead(self, block: int) -> None:
@@ -172,7 +165,7 @@ def compare(
     )
     begin(trainer)
     found: dict[str, list[tuple[float, float]]] = {"public": [], "ours": []}
-    with hub_server(folder / "files", latency=0.15) as hub:
+    with contextlib.closing(HubServer(folder / "files", 0.15)) as hub:
         settings = DataSettings(
             source="hub", dataset=DATASET, revision=COMMIT, rows_per_page=rows, pages_per_block=5,
             workers=workers, rows=40_000,
@@ -217,14 +210,8 @@ class HubServer:
         self._process.join(5)
         return counted
 
-
-@contextlib.contextmanager
-def hub_server(folder: Path, *, latency: float) -> Iterator[HubServer]:
-    server = HubServer(folder, latency)
-    try:
-        yield server
-    finally:
-        server._process.kill()
+    def close(self) -> None:
+        self._process.kill()
 
 
 def _serve_hub(connection: Any, folder: Path, latency: float) -> None:
@@ -248,17 +235,7 @@ def write_files(folder: Path, rows: list[str]) -> None:
 def feed(folder: Path, tokenizer: Path, *, ranks: int, blocks: int) -> None:
     server = HubServer(folder / "files", 0.05)
     settings = DataSettings(source="hub", dataset=DATASET, revision=COMMIT, rows=40_000)
-    of_rank = WorkerSpec(
-        settings=settings,
-        uid=3,
-        rank=0,
-        world_size=ranks,
-        sequence_length=1024,
-        tokenizer_path=tokenizer,
-        eos_id=0,
-        folder=folder / "feed",
-        draw_pages=DRAW,
-    )
+    of_rank = worker_spec(settings, tokenizer, folder / "feed", ranks=ranks, length=1024)
     workers = [DataWorker(replace(of_rank, rank=rank)) for rank in range(ranks)]
     processes = [psutil.Process(worker.child.pid) for worker in workers]
 

@@ -26,7 +26,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +33,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.common import parser, table
+from bench.common import folder_or_temporary, parser, table
 from distributed_training.common.llama import llama_config
 from distributed_training.common.memory import ModelShape
 from distributed_training.localnet.services import SubnetOptions
@@ -107,17 +106,13 @@ def machines(links: Sequence[tuple[float, float]]) -> Iterator[list[Machine]]:
         for number, machine in enumerate(made):
             run(*machine.prefix, "sysctl", "-qw", "net.ipv4.conf.all.route_localnet=1")
             if number:
-                set_link(made, number, *links[number - 1])
+                up, down = links[number - 1]  # what it sends and receives, in Mbit/s
+                shape(machine.name, "eth0", up)
+                shape(switch, f"port{number}", down)
         yield made
     finally:
         for name in (switch, *(machine.name for machine in made)):
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
-def set_link(made: Sequence[Machine], number: int, up: float, down: float) -> None:
-    """Bound what the machine of that number sends and receives, in Mbit/s."""
-    shape(made[number].name, "eth0", up)
-    shape(f"{made[0].name.removesuffix('m0')}switch", f"port{number}", down)
 
 
 class ApartSubnet(LocalSubnet):
@@ -328,20 +323,17 @@ def _found(
         median = statistics.median(step.seconds for step in steps)
         held = sum(step.between_seconds or 0.0 for step in steps)
         lengths += [(b.at - a.at) / (b.outer_step - a.outer_step) for a, b in pairs]
-        found.members.append(
-            Member(
-                sent=[(b.sent - a.sent) / PARAMETERS for a, b in pairs],
-                received=[(b.received - a.received) / PARAMETERS for a, b in pairs],
-                uploaded=sum(sizes) / len(pairs) / PARAMETERS,
-                by_steps=len(steps) * median / wall,
-                by_held=1 - held / wall,
-                held=held / (final.outer_step - first.outer_step),
-            )
+        member = Member(
+            sent=[(b.sent - a.sent) / PARAMETERS for a, b in pairs],
+            received=[(b.received - a.received) / PARAMETERS for a, b in pairs],
+            uploaded=sum(sizes) / len(pairs) / PARAMETERS,
+            by_steps=len(steps) * median / wall,
+            by_held=1 - held / wall,
+            held=held / (final.outer_step - first.outer_step),
         )
-        sent, received = (
-            " ".join(f"{value:.3f}" for value in values)
-            for values in (found.members[-1].sent, found.members[-1].received)
-        )
+        found.members.append(member)
+        ways = member.sent, member.received
+        sent, received = (" ".join(f"{value:.3f}" for value in values) for values in ways)
         print(
             f"{miner.name}: {len(steps)} inner steps, median {median:.2f} s, held {held:.1f} "
             f"of {wall:.0f} s, sent {sent}, received {received}",
@@ -410,9 +402,7 @@ def main(argv: list[str] | None = None) -> int:
     given = arguments.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing is left behind
     results = {}
-    with tempfile.TemporaryDirectory(prefix="bench-") as temporary:
-        folder = given.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+    with folder_or_temporary(given.folder) as folder:
         for kind in (given.exchange,) if given.exchange else KINDS:
             last, of_big = given.outer_steps, given.link
             results[kind] = measure(kind, folder.absolute(), given.period, last, of_big=of_big)

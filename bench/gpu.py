@@ -89,7 +89,6 @@ PARTS = (
     Part("loss_curve", "100 steps: GPU bf16, CPU fp32", "the same curve", 40),
     Part("small_memory", "3B with 24 GB", "0.6x the step rate without the limit", 100),
     Part("lost", "a GPU is lost", "training continues with the others", 60),
-    Part("float8", "float8 by torchao, 1B", "measured", 60),
 )
 
 
@@ -99,11 +98,10 @@ def main(argv: Sequence[str]) -> int:
         print(write_figure(options.table))
         return 0
     if options.child:
-        from bench import gpu_parts, gpu_ranks, gpu_torchao
+        from bench import gpu_parts, gpu_ranks
 
-        homes = (gpu_ranks, gpu_torchao, gpu_parts)
-        part = next(getattr(home, options.child) for home in homes if hasattr(home, options.child))
-        return gpu_parts.run(part, options)
+        home = gpu_ranks if hasattr(gpu_ranks, options.child) else gpu_parts
+        return gpu_parts.run(getattr(home, options.child), options)
     wanted = options.parts.split(",") if options.parts else [part.name for part in PARTS]
     unknown = set(wanted) - {part.name for part in PARTS}
     if unknown:

@@ -7,6 +7,7 @@ in for where it is said.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -15,9 +16,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,15 +27,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench.common import joined
 from bench.inner_step import AsThePublicMiner, our_step, set_weights, tokens
 from distributed_training.common.gpus import peak_flops
 from distributed_training.common.llama import named_config
-from distributed_training.common.memory import (
-    Arrangement,
-    ModelShape,
-    device_memory,
-    loss_chunk,
-)
+from distributed_training.common.memory import Arrangement, ModelShape, device_memory, loss_chunk
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import StepReport
 from distributed_training.training import sharding
@@ -116,13 +114,22 @@ class Bench:
     def trainer(
         self,
         model: str,
+        micro: int | str,
+        effective: int,
         *,
         weights: bool = False,
         run_folder: Path | None = None,
         **settings: Any,
     ) -> Trainer:
-        """``weights``: as a start of the miner makes them; else some, made on the device."""
-        defaults: dict[str, Any] = {"sequence_length": self.length}
+        """``weights``: as a start of the miner makes them; else some, made on the device.
+
+        ``micro``: sequences of a micro-batch; ``effective``: those of an inner step of all ranks.
+        """
+        defaults: dict[str, Any] = {
+            "sequence_length": self.length,
+            "local_batch_size_train": micro,
+            "local_batch_size_train_effective": effective,
+        }
         # A toy is not worth compiling; on a GPU what a miner does by itself is measured.
         defaults |= {"compile": "off"} if self.quick else {}
         made = Trainer(
@@ -148,12 +155,14 @@ class Bench:
         heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 96}
         return named_config("tiny") | small | heads
 
-    def mfu(self, trainer: Trainer, step_seconds: float) -> float | None:
-        count = trainer.batch_plan.effective * trainer.settings.sequence_length
-        if self.peak is None:
-            return None
-        peak = self.peak * self.layout.world_size
-        return count * trainer.sharded.flops_per_token / step_seconds / peak
+    def speed(self, trainer: Trainer, seconds: float) -> tuple[str, dict[str, float | None]]:
+        """Return the text and the figures of an inner step that takes ``seconds``."""
+        rate = trainer.batch_plan.effective * trainer.settings.sequence_length / seconds
+        text, mfu = f"{rate:,.0f} tokens/s", None
+        if self.peak is not None:
+            mfu = rate * trainer.sharded.flops_per_token / self.peak / self.layout.world_size
+            text += f", MFU {mfu:.1%}"
+        return text, {"tokens_per_second": rate, "mfu": mfu, "seconds": seconds}
 
     def batches(self, trainer: Trainer, step: int) -> list[Tensor]:
         length = trainer.settings.sequence_length
@@ -168,20 +177,15 @@ class Bench:
             for step in range(first, last)
         ]
 
-    def report_steps(self, name: str, trainer: Trainer, found: list[float], **more: Any) -> float:
+    def report_steps(self, name: str, trainer: Trainer, found: list[float]) -> float:
         """A row of the median; returns it."""
         median = statistics.median(found)
-        rate = trainer.batch_plan.effective * trainer.settings.sequence_length / median
-        mfu = self.mfu(trainer, median)
-        text = f"{rate:,.0f} tokens/s"
-        text += "" if mfu is None else f", MFU {mfu:.1%}"
+        text, figures = self.speed(trainer, median)
         text += f", {self.memory_gb():.1f} GB" if self.cuda else ""
         most = trainer.step.known.most
         text += "" if most is None else f" (memory ran out: {most} sequences at once)"
-        figures = {"tokens_per_second": rate, "mfu": mfu, "memory_gb": self.memory_gb()}
-        self.row(
-            name, text, seconds=median, micro_batch=trainer.micro_batch_size, **figures, **more
-        )
+        figures |= {"memory_gb": self.memory_gb(), "micro_batch": trainer.micro_batch_size}
+        self.row(name, text, **figures)
         return median
 
 
@@ -203,6 +207,22 @@ def micro_batch_of(bench: Bench, model: str, *, ranks: int = 1) -> int:
     return fits
 
 
+def fitting(bench: Bench, names: Sequence[str]) -> Iterator[str]:
+    """Yield each name while the part has time for what took longest; a row has the others."""
+    longest = 0.0
+    for number, name in enumerate(names):
+        if bench.left() < 1.2 * longest:
+            bench.row("no time for", ", ".join(names[number:]))
+            return
+        began = time.monotonic()
+        yield name
+        longest = max(longest, time.monotonic() - began)
+
+
+def line_of(error: Exception, number: int = 0) -> str:
+    return (str(error).strip().splitlines() or [""])[number][:160]
+
+
 # --- (a) ----------------------------------------------------------------------------------------
 
 
@@ -210,26 +230,22 @@ def checks(bench: Bench) -> None:
     """Run what tests marked ``cuda`` check, without pytest."""
     from tests.tools import cuda_checks
 
-    failed, wanted = 0, cuda_checks.CHECKS[:: 5 if bench.quick else 1]
-    longest = 0.0
-    for number, check in enumerate(wanted, 1):
-        name, began = check.__name__.replace("_", " "), time.monotonic()
-        if bench.left() < 1.2 * longest:
-            bench.row("no time for", ", ".join(c.__name__ for c in wanted[number - 1 :]))
-            break
+    wanted = {check.__name__: check for check in cuda_checks.CHECKS[:: 5 if bench.quick else 1]}
+    passed = failed = 0
+    for name in fitting(bench, [*wanted]):
         try:
             with tempfile.TemporaryDirectory() as folder:
-                check(bench.device, Path(folder))
+                wanted[name](bench.device, Path(folder))
+            passed += 1
         except Exception as error:  # noqa: BLE001 - each failure is a row; the others run too
             traceback.print_exc()
             failed += 1
-            line = (str(error).splitlines() or [""])[0][:200]
-            bench.row(name, f"**failed** {type(error).__name__}: {line}", ok=False)
+            text = f"**failed** {type(error).__name__}: {line_of(error)}"
+            bench.row(name.replace("_", " "), text, ok=False)
         bench.forget()
         # Again after each: the results so far when the time ends.
         bench.rows = [row for row in bench.rows if row["name"] != "passed"]
-        bench.row("passed", f"{number - failed} of {len(wanted)}", ok=not failed)
-        longest = max(longest, time.monotonic() - began)
+        bench.row("passed", f"{passed} of {len(wanted)}", ok=not failed)
     if failed:
         raise SystemExit(3)
 
@@ -241,20 +257,11 @@ def inner_1b(bench: Bench) -> None:
     """Compare both in one process, with alternating steps."""
     micro = micro_batch_of(bench, "1b")
     effective = 4 if bench.quick else 128
-    trainer = bench.trainer(
-        "1b", local_batch_size_train=micro, local_batch_size_train_effective=effective
-    )
+    trainer = bench.trainer("1b", micro, effective)
     bench.steps(trainer, 0, 2)
     bench.report_steps(f"ours, micro-batch {micro}", trainer, bench.steps(trainer, 2, 6))
     held = torch.cuda.memory_allocated(bench.device) / 1e9 if bench.cuda else 0.0
-    public = AsThePublicMiner(
-        bench.model("1b"),
-        bench.device,
-        world_size=1,
-        low=trainer.sharded.compute_dtype,
-        shards=trainer.sharded.shards,
-        rate=trainer.schedule.rate,
-    )
+    public = AsThePublicMiner.next_to(trainer, bench.model("1b"))
     for its in dict.fromkeys((2, micro)):  # 2 is the public miner's own
         compare(bench, trainer, public, its, held_gb=held)
 
@@ -277,34 +284,22 @@ def compare(
         bench.row(f"public way, micro-batch {micro}", "out of memory next to ours")
         return
     seconds, ratio = statistics.median(theirs), statistics.median(theirs) / statistics.median(mine)
-    rate = trainer.batch_plan.effective * trainer.settings.sequence_length / seconds
-    mfu = bench.mfu(trainer, seconds)
-    text = f"{rate:,.0f} tokens/s" + ("" if mfu is None else f", MFU {mfu:.1%}")
+    text, figures = bench.speed(trainer, seconds)
     text += f", {most_gb - held_gb:.1f} GB at most" if bench.cuda else ""
-    bench.row(
-        f"public way, micro-batch {micro}",
-        f"{text}; ratio **{ratio:.2f}x**",
-        seconds=seconds,
-        ratio=ratio,
-        mfu=mfu,
-        tokens_per_second=rate,
-    )
+    text += f"; ratio **{ratio:.2f}x**"
+    bench.row(f"public way, micro-batch {micro}", text, ratio=ratio, **figures)
 
 
 def inner_4b(bench: Bench) -> None:
     """Compare one after the other, since both at once do not fit."""
-    how: dict[str, Any] = {"local_batch_size_train": "auto" if bench.cuda else 2}
     effective = 4 if bench.quick else 64
-    trainer = bench.trainer("4b", local_batch_size_train_effective=effective, **how)
+    trainer = bench.trainer("4b", "auto" if bench.cuda else 2, effective)
     bench.row("memory plan", trainer.sharded.plan.note)
     bench.steps(trainer, 0, 1)
     size = trainer.micro_batch_size
     ours = bench.report_steps(f"ours, micro-batch {size}", trainer, bench.steps(trainer, 1, 4))
-    low, rate, batches = (
-        trainer.sharded.compute_dtype,
-        trainer.schedule.rate,
-        torch.cat(bench.batches(trainer, 9))[: effective // 4],
-    )
+    low, rate = trainer.sharded.compute_dtype, trainer.schedule.rate
+    batches = torch.cat(bench.batches(trainer, 9))[: effective // 4]
     del trainer
     bench.forget()
     try:
@@ -337,33 +332,26 @@ def sweep(bench: Bench) -> None:
     # By worth: what might become another default, then what costs most, then the rest.
     variations: dict[str, dict[str, Any]] = {
         "as the miner does it": {},
-        "micro-batch doubled": {"local_batch_size_train": micro * 2},
+        "micro-batch doubled": {"micro": micro * 2},
         KEEPS_ALL: {},
         "compile off": {"compile": "off"},
         "checkpointing budget": {"activation_checkpointing": "budget"},
-        "micro-batch halved": {"local_batch_size_train": max(1, micro // 2)},
+        "micro-batch halved": {"micro": max(1, micro // 2)},
         "checkpointing full": {"activation_checkpointing": "full"},
         "checkpointing selective": {"activation_checkpointing": "selective"},
     }
-    plain = {"local_batch_size_train": micro, "local_batch_size_train_effective": 4 * micro}
-    longest, names = 0.0, list(variations)
-    for number, (name, changes) in enumerate(variations.items()):
-        if bench.left() < 1.2 * longest:
-            bench.row("no time for", ", ".join(names[number:]))
-            break
-        began = time.monotonic()
+    plain = {"micro": micro, "effective": 4 * micro}
+    for name in fitting(bench, [*variations]):
         bench.forget()
         budget = 1.0 if name == KEEPS_ALL else sharding.LIGHT_BUDGET
         try:
             with mock.patch.object(sharding, "LIGHT_BUDGET", budget):
-                trainer = bench.trainer("1b", **(plain | changes))
+                trainer = bench.trainer("1b", **(plain | variations[name]))
             bench.steps(trainer, 0, 1)
             bench.report_steps(name, trainer, bench.steps(trainer, 1, 3))
         except Exception as error:  # noqa: BLE001 - a variation that fails is a result
-            line = (str(error).splitlines() or [""])[0][:120]
-            bench.row(name, f"not possible: {type(error).__name__}: {line}")
+            bench.row(name, f"not possible: {type(error).__name__}: {line_of(error)}")
         trainer = None  # type: ignore[assignment]
-        longest = max(longest, time.monotonic() - began)
 
 
 # --- (g) ----------------------------------------------------------------------------------------
@@ -372,8 +360,7 @@ def sweep(bench: Bench) -> None:
 def out_of_memory(bench: Bench) -> None:
     """A micro-batch four times too large for the memory there is; then a restart."""
     small, large = (1, 4) if bench.quick else (4, 16)
-    how: dict[str, Any] = {"local_batch_size_train_effective": large * 2}
-    trainer = bench.trainer("125m", weights=True, local_batch_size_train=small, **how)
+    trainer = bench.trainer("125m", small, large * 2, weights=True)
     bench.steps(trainer, 0, 1)
     expected = _losses(bench, trainer, 1, 3)
     peak = bench.memory_gb() * 1e9
@@ -384,13 +371,8 @@ def out_of_memory(bench: Bench) -> None:
         torch.cuda.set_per_process_memory_fraction(share, bench.device)
     with tempfile.TemporaryDirectory() as folder:
         for start in ("first start", "restart"):
-            trainer = bench.trainer(
-                "125m",
-                weights=True,
-                local_batch_size_train=large,
-                run_folder=Path(folder),
-                **how,
-            )
+            place = Path(folder)
+            trainer = bench.trainer("125m", large, large * 2, weights=True, run_folder=place)
             if not bench.cuda:
                 _holds_at_most(trainer, small)
             notes: list[str] = []
@@ -449,10 +431,8 @@ def loss_curve(bench: Bench) -> None:
     ):
         there = Bench(bench.path, device, quick=bench.quick)
         trainer = there.trainer(
-            "tiny",
+            *("tiny", 4, 8),
             weights=True,
-            local_batch_size_train=4,
-            local_batch_size_train_effective=8,
             learning_rate=1e-3,
             precision=precision,
             sequence_length=32 if bench.quick else 256,
@@ -472,16 +452,52 @@ def loss_curve(bench: Bench) -> None:
         raise RuntimeError("the curves are not the same")
 
 
+# --- (i) ----------------------------------------------------------------------------------------
+
+
+def small_memory(bench: Bench) -> None:
+    """A model of 3.0 billion parameters with 24 GB of the card's memory, then with all of it."""
+    medians = []
+    for name, size in (("24 GB", 24 * 10**9), ("without the limit", None)):
+        with _of_memory(bench, size):
+            micro, effective = "auto" if bench.cuda else 2, 4 if bench.quick else 32
+            trainer = bench.trainer("3b", micro, effective)
+            bench.row("memory plan", trainer.sharded.plan.note)
+            bench.steps(trainer, 0, 1)
+            label = f"{name}, micro-batch {trainer.micro_batch_size}"
+            medians.append(bench.report_steps(label, trainer, bench.steps(trainer, 1, 4)))
+            del trainer
+            bench.forget()
+    limited, free = medians
+    bench.row("with 24 GB", f"**{free / limited:.2f}x** the step rate", ratio=free / limited)
+
+
+@contextlib.contextmanager
+def _of_memory(bench: Bench, size: int | None) -> Iterator[None]:
+    """Let the card have ``size`` bytes, for whoever asks it too; None: all. On a CPU: nothing."""
+    if size is None or not bench.cuda:
+        yield
+        return
+    facts = torch.cuda.get_device_properties(bench.device)
+    names = [name for name in dir(facts) if not name.startswith("_")]
+    fewer = SimpleNamespace(**{name: getattr(facts, name) for name in names})
+    fewer.total_memory = size
+    torch.cuda.set_per_process_memory_fraction(size / bench.total, bench.device)
+    with (
+        mock.patch.object(torch.cuda, "get_device_properties", lambda *_: fewer),
+        mock.patch.object(
+            torch.cuda, "mem_get_info", lambda *_: (size - torch.cuda.memory_reserved(), size)
+        ),
+    ):
+        yield
+    torch.cuda.set_per_process_memory_fraction(1.0, bench.device)
+
+
 def run(part: Callable[[Bench], None], options: argparse.Namespace) -> int:
     """Run one part, in the child. Exit status 1: it failed; its rows are kept."""
-    device = options.device
-    if device == "cuda":
-        torch.cuda.set_device(0)
-    place = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     how = {"quick": options.quick, "length": options.length, "until": options.until}
-    part(Bench(options.out, place, **how))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # threads of libraries outlive their use, and abort at the interpreter's end
+    with joined(dist.HashStore(), cuda=options.device == "cuda") as device:
+        part(Bench(options.out, device, **how))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # threads of libraries outlive their use, and abort at the interpreter's end

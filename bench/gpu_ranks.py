@@ -24,7 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.gpu_parts import Bench, micro_batch_of
+from bench.common import joined
+from bench.gpu_parts import Bench, fitting, line_of, micro_batch_of
 from distributed_training.common.memory import host_bytes
 from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
@@ -41,7 +42,7 @@ CHECKPOINT_STEPS, CHECKPOINT_SECONDS = 25, 600.0  # between two checkpoints, at 
 
 @dataclass(frozen=True)
 class Job:
-    """Describe one measurement; picklable."""
+    """Describe one measurement on ``ranks``; picklable."""
 
     folder: Path
     ranks: int
@@ -50,7 +51,22 @@ class Job:
     length: int
     quick: bool
     cuda: bool
-    until: float | None = None
+    until: float | None
+
+    @classmethod
+    def of(cls, bench: Bench, folder: str, ranks: int, model: str, micro_batch: int) -> Job:
+        how = bench.length, bench.quick, bench.cuda, bench.until
+        return cls(Path(folder), ranks, model, micro_batch, *how)
+
+    def run(self, work: Callable[[int, Job], None]) -> None:
+        """Let each rank ``work``. Raises what torch raises when one fails."""
+        torch.multiprocessing.spawn(work, args=(self,), nprocs=self.ranks)
+
+    def read(self, name: str) -> Any:
+        return json.loads((self.folder / name).read_text())
+
+    def keeper(self, trainer: Trainer) -> Checkpointer:
+        return Checkpointer(trainer=trainer, folder=self.folder / "checkpoints", keep=1)
 
 
 def several(bench: Bench) -> None:
@@ -63,23 +79,19 @@ def several(bench: Bench) -> None:
         pairs = [(a, b) for a in range(ranks) for b in range(ranks) if a != b]
         peers = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
         bench.row("links", f"{peers} of {len(pairs)} pairs of GPUs reach each other's memory")
-    longest, one = 0.0, None
-    jobs = [("1b", 1), ("1b", ranks), ("4b", ranks)]
-    for number, (model, count) in enumerate(jobs):
-        if bench.left() < 1.2 * longest:
-            rest = ", ".join(f"{m} on {c}" for m, c in jobs[number:])
-            bench.row("no time for", rest)
-            break
-        began = time.monotonic()
+    one = None
+    for wanted in fitting(bench, ["1b on 1", f"1b on {ranks}", f"4b on {ranks}"]):
+        model, count = wanted.split()[0], int(wanted.split()[-1])
         micro_batch = micro_batch_of(bench, model, ranks=count)
         name = f"{model.upper()} on {count}, micro-batch {micro_batch}"
         try:
-            found = measure(bench, model, count, micro_batch)
+            with tempfile.TemporaryDirectory() as folder:
+                job = Job.of(bench, folder, count, model, micro_batch)
+                job.run(run_rank)
+                found = job.read("result.json")
         except Exception as error:  # noqa: BLE001 - what one cannot do is a result
-            line = (str(error).strip().splitlines() or [""])[-1][:160]
-            bench.row(name, f"not possible: {type(error).__name__}: {line}")
+            bench.row(name, f"not possible: {type(error).__name__}: {line_of(error, -1)}")
             continue
-        longest = max(longest, time.monotonic() - began)
         rate = found["tokens_per_second"]
         text = f"{rate:,.0f} tokens/s"
         text += f", MFU {found['mfu']:.1%}" if found["mfu"] is not None else ""
@@ -93,51 +105,28 @@ def several(bench: Bench) -> None:
         bench.row(name, text, **found)
 
 
-def measure(bench: Bench, model: str, ranks: int, micro_batch: int) -> dict[str, Any]:
-    """Return figures of a step on ``ranks`` GPUs. Raises whatever a rank raises."""
-    with tempfile.TemporaryDirectory() as folder:
-        job = Job(Path(folder), ranks, model, micro_batch, bench.length, bench.quick, bench.cuda)
-        torch.multiprocessing.spawn(run_rank, args=(job,), nprocs=ranks)
-        result: dict[str, Any] = json.loads((job.folder / "result.json").read_text())
-        return result
-
-
 @contextlib.contextmanager
 def rank_bench(rank: int, job: Job) -> Iterator[Bench]:
     """Join the other ranks of ``job``; yield what this one measures with."""
-    device = torch.device("cuda", rank) if job.cuda else torch.device("cpu")
-    if job.cuda:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.ranks))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if job.cuda else "gloo",
-        store=dist.FileStore(str(job.folder / "store"), job.ranks),
-        rank=rank,
-        world_size=job.ranks,
-        timeout=_STUCK,
-    )
-    bench = Bench(
-        job.folder / f"rank{rank}.json",
-        device,
-        quick=job.quick,
-        length=job.length,
-        until=job.until,
-    )
-    bench.layout = Layout(rank, job.ranks)
-    yield bench
-    dist.barrier()
-    dist.destroy_process_group()
+    store = dist.FileStore(str(job.folder / "store"), job.ranks)
+    with joined(store, rank, job.ranks, cuda=job.cuda, timeout=_STUCK) as device:
+        bench = Bench(
+            job.folder / f"rank{rank}.json",
+            device,
+            quick=job.quick,
+            length=job.length,
+            until=job.until,
+        )
+        bench.layout = Layout(rank, job.ranks)
+        yield bench
+        dist.barrier()
 
 
 def run_rank(rank: int, job: Job) -> None:
     """Run one of ``job.ranks`` processes."""
     with rank_bench(rank, job) as bench:
-        trainer = bench.trainer(
-            job.model,
-            local_batch_size_train=job.micro_batch,
-            local_batch_size_train_effective=_MICRO_BATCHES * job.micro_batch * job.ranks,
-        )
+        sequences = _MICRO_BATCHES * job.micro_batch * job.ranks
+        trainer = bench.trainer(job.model, job.micro_batch, sequences)
         bench.steps(trainer, 0, 2)
         bench.report_steps("steps", trainer, bench.steps(trainer, 2, 6))
         found = bench.rows[-1] | {"gather": _gather(bench, job)}
@@ -168,10 +157,9 @@ def overhead(bench: Bench) -> None:
         room = bench.total > 50e9 and disk > 50e9 and (host_bytes() or 0) > 90e9
         model = "1b" if room else "125m"
         micro_batch = 2 if bench.quick else 16
-        how = (model, micro_batch, bench.length, bench.quick, bench.cuda, bench.until)
-        job = Job(Path(folder), ranks, *how)
-        torch.multiprocessing.spawn(run_publications, args=(job,), nprocs=ranks)
-        for row in json.loads((job.folder / "rank0.json").read_text())["rows"]:
+        job = Job.of(bench, folder, ranks, model, micro_batch)
+        job.run(run_publications)
+        for row in job.read("rank0.json")["rows"]:
             bench.row(f"{row.pop('name')}, {model.upper()} on {ranks}", row.pop("text"), **row)
 
 
@@ -181,18 +169,14 @@ def run_publications(rank: int, job: Job) -> None:
         # Of 512 sequences a step of a 1B on one GPU would take too long.
         sequences = 512 if job.model == "125m" or job.ranks >= 4 else 128
         sequences = 4 * job.ranks if job.quick else sequences
-        trainer = bench.trainer(
-            job.model,
-            local_batch_size_train=job.micro_batch,
-            local_batch_size_train_effective=sequences,
-        )
+        trainer = bench.trainer(job.model, job.micro_batch, sequences)
         trainer.begin_epoch(0)
         bench.steps(trainer, 0, 2)
         bare = bench.report_steps(f"bare step of {sequences}", trainer, bench.steps(trainer, 2, 6))
         # The same on all ranks: they take the same steps while they write.
         bare = max(trainer.stream.all_gather(bare))
         step = bare * 512 / sequences
-        checkpoint = _checkpoint(bench, trainer, job.folder / "checkpoints", bare)
+        checkpoint = _checkpoint(bench, trainer, job.keeper(trainer), bare)
         between = max(CHECKPOINT_STEPS * step, CHECKPOINT_SECONDS)
         lost = ", ".join(f"{name} {s:.3f} s" for name, s in checkpoint.items())
         share = sum(checkpoint.values()) / between
@@ -204,8 +188,9 @@ def run_publications(rank: int, job: Job) -> None:
         )
 
 
-def _checkpoint(bench: Bench, trainer: Trainer, folder: Path, bare: float) -> dict[str, float]:
-    checkpointer = Checkpointer(trainer=trainer, folder=folder, keep=1)
+def _checkpoint(
+    bench: Bench, trainer: Trainer, checkpointer: Checkpointer, bare: float
+) -> dict[str, float]:
     checkpointer.save({}, Progress(0, 1, 1))
     # Rank 0 waits for the files of all.
     done = lambda: trainer.rank != 0 or checkpointer.saved() is not None
@@ -213,7 +198,8 @@ def _checkpoint(bench: Bench, trainer: Trainer, folder: Path, bare: float) -> di
     checkpointer.wait()
     if checkpointer.last_error is not None:
         raise RuntimeError(checkpointer.last_error)
-    return _slowest(trainer, {"held": checkpointer.hold_seconds, "writing": during})
+    every = trainer.stream.all_gather({"held": checkpointer.hold_seconds, "writing": during})
+    return {name: max(each[name] for each in every) for name in every[0]}
 
 
 def _steps_during(
@@ -229,11 +215,6 @@ def _steps_during(
     return max(0.0, longer)
 
 
-def _slowest(trainer: Trainer, mine: dict[str, float]) -> dict[str, float]:
-    every = trainer.stream.all_gather(mine)
-    return {name: max(each[name] for each in every) for name in mine}
-
-
 # --- a GPU that is lost ---------------------------------------------------------------------------
 
 
@@ -247,23 +228,21 @@ def lost(bench: Bench) -> None:
     """
     ranks = torch.cuda.device_count() if bench.cuda else _ON_CPU
     with tempfile.TemporaryDirectory() as folder:
-        how = ("125m", 2, bench.length, bench.quick, bench.cuda, bench.until)
+        job = Job.of(bench, folder, ranks, "125m", 2)
         try:
-            job = Job(Path(folder), ranks, *how)
-            torch.multiprocessing.spawn(lose, args=(job,), nprocs=ranks)
+            job.run(lose)
         except _ENDED as error:
-            line = (str(error).strip().splitlines() or [""])[-1][:160]
+            line = line_of(error, -1)
         else:
             raise RuntimeError("no rank ended, so nothing was lost")
-        expected = json.loads((Path(folder) / "expected.json").read_text())
+        expected = job.read("expected.json")
         ended = time.time() - expected["at"]
         bench.row("all ranks have ended", f"after {ended:.1f} s: {line}", seconds=ended)
-        (Path(folder) / "store").unlink()  # of the process group that has ended
+        (job.folder / "store").unlink()  # of the process group that has ended
         rest, began = max(1, ranks - 1), time.monotonic()
-        torch.multiprocessing.spawn(go_on, args=(replace(job, ranks=rest),), nprocs=rest)
+        replace(job, ranks=rest).run(go_on)
         seconds = time.monotonic() - began
-        loss = json.loads((Path(folder) / "loss.json").read_text())
-        apart = abs(loss - expected["loss"])
+        apart = abs(job.read("loss.json") - expected["loss"])
         text = f"on {rest} of {ranks} after **{seconds:.1f} s**, losses {apart:.5f} apart"
         bench.row("next inner step", text, seconds=seconds, apart=apart)
         if apart > 0.01:
@@ -273,12 +252,7 @@ def lost(bench: Bench) -> None:
 def _small(bench: Bench, job: Job) -> Trainer:
     """Return a trainer whose step has the same sequences on any number of ranks."""
     sequences = _MICRO_BATCHES * job.micro_batch * 2
-    return bench.trainer(
-        job.model,
-        weights=True,
-        local_batch_size_train=job.micro_batch,
-        local_batch_size_train_effective=sequences,
-    )
+    return bench.trainer(job.model, job.micro_batch, sequences, weights=True)
 
 
 def lose(rank: int, job: Job) -> None:
@@ -286,7 +260,7 @@ def lose(rank: int, job: Job) -> None:
     with rank_bench(rank, job) as bench:
         trainer = _small(bench, job)
         bench.steps(trainer, 0, 2)
-        checkpointer = Checkpointer(trainer=trainer, folder=job.folder / "checkpoints", keep=1)
+        checkpointer = job.keeper(trainer)
         checkpointer.save({}, Progress(0, 2, 2))
         checkpointer.wait()
         loss = _next_loss(bench, trainer)
@@ -306,8 +280,7 @@ def go_on(rank: int, job: Job) -> None:
     """Run one of the ranks that are left, from the checkpoint."""
     with rank_bench(rank, job) as bench:
         trainer = _small(bench, job)
-        checkpointer = Checkpointer(trainer=trainer, folder=job.folder / "checkpoints", keep=1)
-        if checkpointer.restore() is None:
+        if job.keeper(trainer).restore() is None:
             raise RuntimeError("there is no checkpoint to continue from")
         loss = _next_loss(bench, trainer)
         if rank == 0:

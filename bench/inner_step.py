@@ -16,21 +16,20 @@ compared.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from bench.common import parser
+from bench.common import joined, parser
 from distributed_training.common.gpus import peak_flops
 from distributed_training.common.llama import named_config
 from distributed_training.config.settings import TrainingSettings
@@ -64,8 +63,6 @@ class AsThePublicMiner:
         shards: list[ParameterShard] | None,
         rate: Callable[[int], float],
     ) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-
         self.device, self.low, self.rate, self.steps = device, low, rate, 0
         model: Any = build_meta_model(config)
         self.shard(model, init_device_mesh(device.type, (world_size,)))
@@ -78,6 +75,18 @@ class AsThePublicMiner:
         self.model = model.eval()
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=rate(0), betas=(0.9, 0.95), weight_decay=0.1, fused=self.fused
+        )
+
+    @classmethod
+    def next_to(cls, trainer: Trainer, config: dict[str, Any]) -> Self:
+        """Return one that begins with the weights of ``trainer``, in its dtype and at its rates."""
+        return cls(
+            config,
+            trainer.device,
+            world_size=dist.get_world_size(),
+            low=trainer.sharded.compute_dtype,
+            shards=trainer.sharded.shards,
+            rate=trainer.schedule.rate,
         )
 
     fused = False
@@ -169,38 +178,26 @@ def main() -> None:
 
 def run(rank: int, folder: str, options: argparse.Namespace) -> None:
     """Run one of ``options.ranks`` processes."""
-    world = options.ranks
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        store=dist.FileStore(f"{folder}/store", world),
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(minutes=10),
-    )
+    store, cuda = dist.FileStore(f"{folder}/store", options.ranks), torch.cuda.is_available()
     say = print if rank == 0 else (lambda *_: None)
-    trainer = Trainer(
-        settings=TrainingSettings(
-            local_batch_size_train=options.micro_batch,
-            local_batch_size_train_effective=options.effective,
-            sequence_length=options.length,
-            precision=options.precision,
-            warmup_steps=4,
-        ),
-        model_config=named_config(options.model),
-        device=device,
-        layout=Layout(rank, world),
-        say=say,
-    )
-    begin(trainer)
-    seconds, losses = measure(trainer, options)
-    report(trainer, options, seconds, losses, say)
-    dist.destroy_process_group()
+    wait = timedelta(minutes=10)
+    with joined(store, rank, options.ranks, cuda=cuda, timeout=wait) as device:
+        trainer = Trainer(
+            settings=TrainingSettings(
+                local_batch_size_train=options.micro_batch,
+                local_batch_size_train_effective=options.effective,
+                sequence_length=options.length,
+                precision=options.precision,
+                warmup_steps=4,
+            ),
+            model_config=named_config(options.model),
+            device=device,
+            layout=Layout(rank, options.ranks),
+            say=say,
+        )
+        begin(trainer)
+        seconds, losses = measure(trainer, options)
+        report(trainer, options, seconds, losses, say)
 
 
 def measure(
@@ -208,32 +205,19 @@ def measure(
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return seconds and losses of each step by way, but for those that warm up; ours is last."""
     rank, world, device = dist.get_rank(), dist.get_world_size(), trainer.device
+    config = named_config(options.model)
     ways = {"baseline": AsThePublicMiner}
     if options.engineer:
         ways["engineer"] = AsAGoodEngineer
     steps: dict[str, Callable[[list[Tensor]], float]] = {
-        name: way(
-            named_config(options.model),
-            device,
-            world_size=world,
-            low=trainer.sharded.compute_dtype,
-            shards=trainer.sharded.shards,
-            rate=trainer.schedule.rate,
-        ).step
-        for name, way in ways.items()
+        name: way.next_to(trainer, config).step for name, way in ways.items()
     }
     steps["ours"] = lambda batches: our_step(trainer, batches).loss
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, list[float]] = {name: [] for name in steps}
     for step in range(WARM_UP + options.steps):
-        batches = tokens(
-            named_config(options.model)["vocab_size"],
-            step,
-            trainer.batch_plan,
-            options.length,
-            rank,
-            world,
-        )
+        where = rank, world
+        batches = tokens(config["vocab_size"], step, trainer.batch_plan, options.length, *where)
         for name, take in steps.items():
             wait(device)
             dist.barrier()

@@ -55,19 +55,10 @@ class Measured:
     received: int = 0
     failed: int = 0
 
-    @property
-    def p99(self) -> float:
-        return statistics.quantiles(self.answers, n=100)[98]
-
 
 def fill(folder: Path, neurons: int) -> None:
     """Create a registry with ``neurons`` miners that have an endpoint and a commitment."""
-    charter = Charter(
-        name="bench",
-        master=FOUNDER.ss58,
-        most_uids=4096,
-        admission="open",
-    )
+    charter = Charter(name="bench", master=FOUNDER.ss58, most_uids=4096, admission="open")
     with closing(Registry.at(folder, charter)) as registry, registry.change():
         for number in range(1, min(neurons, 4095) + 1):
             hotkey = f"5{number:047d}"
@@ -107,39 +98,28 @@ async def write(chain: RegistryChain, stop: float) -> None:
         await asyncio.sleep(1.0)
 
 
-def serve(folder: Path, count: int, seconds: float, **how: bool) -> tuple[Measured, float]:
+async def serve(
+    folder: Path, count: int, seconds: float, *, keeps: bool, commits: bool
+) -> tuple[Measured, float]:
     """Return what ``count`` pollers measured, and the registry's share of one core."""
     (port,) = free_ports(1)
-    with served("--port", str(port), "--folder", str(folder)) as pid:
-        url = f"http://127.0.0.1:{port}"
-        chain = RegistryChain(ChainSettings(registry_url=url), FOUNDER)
-        with closing(chain):
-            assert chain.wait_ready(timedelta(seconds=30))
-            return asyncio.run(_both(psutil.Process(pid), chain, url, count, seconds, **how))
-
-
-async def _both(
-    process: psutil.Process,
-    chain: RegistryChain,
-    url: str,
-    count: int,
-    seconds: float,
-    *,
-    keeps: bool,
-    commits: bool,
-) -> tuple[Measured, float]:
-    measured = Measured()
-    stop = time.monotonic() + WARM + seconds
-    polls = asyncio.gather(*(poll(i, url, stop, measured, keeps=keeps) for i in range(count)))
-    await asyncio.sleep(WARM)
-    measured.answers.clear()
-    measured.received = 0
-    began, used = time.monotonic(), sum(process.cpu_times()[:2])
-    tasks = [asyncio.create_task(write(chain, stop))] if commits else []
-    await asyncio.sleep(seconds)
-    share = (sum(process.cpu_times()[:2]) - used) / (time.monotonic() - began)
-    await asyncio.gather(polls, *tasks)
-    return measured, share
+    url, measured = f"http://127.0.0.1:{port}", Measured()
+    with (
+        served("--port", str(port), "--folder", str(folder)) as pid,
+        closing(RegistryChain(ChainSettings(registry_url=url), FOUNDER)) as chain,
+    ):
+        assert chain.wait_ready(timedelta(seconds=30))
+        process, stop = psutil.Process(pid), time.monotonic() + WARM + seconds
+        polls = asyncio.gather(*(poll(i, url, stop, measured, keeps=keeps) for i in range(count)))
+        await asyncio.sleep(WARM)
+        measured.answers.clear()
+        measured.received = 0
+        began, used = time.monotonic(), sum(process.cpu_times()[:2])
+        tasks = [asyncio.create_task(write(chain, stop))] if commits else []
+        await asyncio.sleep(seconds)
+        share = (sum(process.cpu_times()[:2]) - used) / (time.monotonic() - began)
+        await asyncio.gather(polls, *tasks)
+        return measured, share
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -152,14 +132,13 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         fill(Path(folder), given.pollers)
         for name, keeps, commits in MODES:
-            measured, share = serve(
-                Path(folder), given.pollers, given.seconds, keeps=keeps, commits=commits
-            )
+            run = serve(Path(folder), given.pollers, given.seconds, keeps=keeps, commits=commits)
+            measured, share = asyncio.run(run)
             first = first or share
             rows.append(
                 (
                     *(name, f"{100 * share:.1f} %", f"{share / first:.1f}x"),
-                    f"{1e3 * measured.p99:.1f} ms",
+                    f"{1e3 * statistics.quantiles(measured.answers, n=100)[98]:.1f} ms",
                     f"{1e3 * statistics.median(measured.answers):.1f} ms",
                     f"{measured.received / 2**20:.1f} MiB",
                     *(len(measured.answers), measured.failed),

@@ -15,7 +15,6 @@ Run it on a quiet machine: on two cores everything here waits for imports.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
 import subprocess
@@ -25,10 +24,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-import psutil
-
-from bench.common import parser
-from distributed_training.common.processes import tree_of
+from bench.common import parser, proportional_bytes
 from distributed_training.localnet.services import SubnetOptions, parse_ranks
 from distributed_training.localnet.subnet import LocalNeuron, LocalSubnet
 from distributed_training.miner.run_folder import listening_ranks
@@ -42,14 +38,6 @@ def import_seconds() -> float:
     began = time.monotonic()
     subprocess.run([sys.executable, "-c", f"import {modules}"], check=True)
     return time.monotonic() - began
-
-
-def proportional_bytes(miner: LocalNeuron) -> int:
-    total = 0
-    for process in tree_of(miner.pid or 0):
-        with contextlib.suppress(psutil.Error):  # gone meanwhile
-            total += process.memory_full_info().pss
-    return total
 
 
 def next_step_after(subnet: LocalSubnet, miner: LocalNeuron, began: float) -> float:
@@ -104,13 +92,12 @@ def main() -> int:
             ranks=parse_ranks(options.ranks, None),
             period=100_000,  # no round: it would be measured with it
         )
-        subnet = LocalSubnet(options=subnet_options)
-        with subnet:
+        with LocalSubnet(options=subnet_options) as subnet:
             miner = subnet.miners[0]
             subnet.wait_until(lambda: bool(miner.state.losses), LONGEST, "the first inner step")
             first = next(read_events(miner.folder / "events.jsonl", "step"))["time"]
             subnet.wait_until(lambda: len(miner.state.losses) >= 5, LONGEST, "five inner steps")
-            memory = proportional_bytes(miner)
+            memory = proportional_bytes(miner.pid or 0)
             doctor = doctor_seconds(subnet, miner)
             ranks = [kill_rank_zero(subnet, miner) for _ in range(options.kills)]
             miners = [kill_miner(subnet, miner) for _ in range(options.kills)]
