@@ -1,6 +1,6 @@
-"""app.config.js under a real pm2: settings that hold, a clean stop, and starts after failures.
+"""app.config.js under a real pm2: a clean stop, and starts after failures.
 
-Updates are in tests/unit/test_update.py.
+Its settings are in tests/unit/test_ops.py, updates in tests/unit/test_update.py.
 """
 
 from __future__ import annotations
@@ -8,75 +8,28 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
 import pytest
 
 from distributed_training.common.ports import free_ports
-from distributed_training.common.processes import SETTLE, is_running, kill_tree
-from distributed_training.miner.launcher import TERMINATE_GRACE
+from distributed_training.common.processes import is_running, kill_tree
 from distributed_training.miner.run_folder import launcher_of
 from tests.tools.pm2 import (
     FAKE_RANKS,
     NAME,
     ROOT,
     Pm2,
-    needs_node,
     needs_pm2,
 )
 from tests.tools.r2_keys import KEYS
-from tests.tools.settings import LOCAL, load_config, usual_network
+from tests.tools.settings import LOCAL
 from tests.tools.tree import Tree
 from tests.tools.waiting import wait_for
-
-
-def app(folder: Path = ROOT, **environ: str) -> dict[str, Any]:
-    """The one app of app.config.js in ``folder``, as node sees it."""
-    code = "console.log(JSON.stringify(require(process.argv[1]).apps[0]))"
-    done = subprocess.run(
-        ["node", "-e", code, str(folder / "app.config.js")],
-        env={"PATH": os.environ["PATH"], "DT_NETWORK": usual_network(), **environ},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=30,
-    )
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-@needs_node
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("network", ["", "local"])
-def test_the_flags_are_understood_and_the_kill_timeout_covers_the_stop(network: str) -> None:
-    settings = app(DT_NETWORK=network, DT_FLAGS="--neuron.name  from-environment")
-    config = load_config("miner", settings["args"], environ=KEYS, dotenv=None)
-    assert config.miner.name == "from-environment"
-    longest = config.miner.stop_timeout + 2 * TERMINATE_GRACE + SETTLE
-    assert settings["kill_timeout"] >= 1000 * (longest.total_seconds() + TERMINATE_GRACE.seconds)
-    assert settings["stop_exit_codes"] == [2, 3, 4] and settings["treekill"] is False
-    assert Path(settings["script"]).is_file()
-    assert "SECRET" not in json.dumps(settings)
-
-
-@needs_node
-@pytest.mark.timeout(60)
-def test_an_operator_s_own_rows_may_hold_numbers(tmp_path: Path) -> None:
-    shutil.copy(ROOT / "app.config.js", tmp_path)
-    (tmp_path / ".venv").symlink_to(ROOT / ".venv")
-    rows = '[["--neuron.checkpoint_steps", 50], ["--neuron.stop_timeout", 90]]'
-    (tmp_path / "app.config.override.js").write_text(f"module.exports = {rows};")
-    settings = app(tmp_path)
-    config = load_config("miner", settings["args"], environ=KEYS, dotenv=None)
-    assert config.miner.checkpoint_steps == 50 and config.miner.stop_timeout.seconds == 90
-    assert settings["kill_timeout"] >= 90_000
 
 
 class FakeMiner(Pm2):

@@ -9,15 +9,19 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import yaml
 
+from distributed_training.common.processes import SETTLE
 from distributed_training.config.schema import schema
+from distributed_training.miner.launcher import TERMINATE_GRACE
 from distributed_training.network_command import build_parser as network_parser
 from distributed_training.telemetry.metrics import METRICS
 from tests.tools.pm2 import needs_node
+from tests.tools.r2_keys import KEYS
 from tests.tools.settings import load_config
 
 pytestmark = pytest.mark.timeout(200)
@@ -104,28 +108,36 @@ def pm2_reads(folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
 
 @needs_node
 @pytest.mark.parametrize(
-    ("words", "toml"),
+    ("rows", "toml", "seconds"),
     [
-        ((), 'neuron.stop_timeout = "3m"'),
-        (("--Neuron.Stop-Timeout=.5h",), ""),
-        (("--neuron.stop-timeout", "2m", "--neuron.stop_timeout=1h", "--wallet.name", "a=b"), ""),
+        ([], 'neuron.stop_timeout = "3m"', 180),
+        ([["--Neuron.Stop-Timeout=.5h"]], "", 1800),
+        ([["--neuron.stop-timeout", "2m", "--neuron.stop_timeout=1h", "--wallet.name", "a=b"]],
+         "", 3600),
+        ([["--neuron.checkpoint_steps", 50], ["--neuron.stop_timeout", 90]], "", 90),
     ],
-)
+)  # fmt: skip
 def test_pm2_waits_for_as_long_as_the_miner_takes_to_stop(
-    words: tuple[str, ...], toml: str, tmp_path: Path
+    rows: list[list[str | int]], toml: str, seconds: int, tmp_path: Path
 ) -> None:
     """However the operator writes the flag, in the override or in miner.toml."""
-    if words:
-        rows = f"module.exports = [{json.dumps(words)}];"
-        (tmp_path / "app.config.override.js").write_text(rows)
+    if rows:
+        override = f"module.exports = {json.dumps(rows)};"
+        (tmp_path / "app.config.override.js").write_text(override)
     file = tmp_path / "miner.toml"
     file.write_text(toml)
-    done = pm2_reads(OPS.parent, DT_HOME=str(tmp_path))
+    flags = "--neuron.name  from-environment"
+    done = pm2_reads(OPS.parent, DT_HOME=str(tmp_path), DT_FLAGS=flags, **KEYS)
     assert done.returncode == 0, done.stderr
     app, _page = json.loads(done.stdout)
-    words = tuple(app["args"])
-    config = load_config("miner", words, environ={}, dotenv=None, file=file, check=False)
-    assert app["kill_timeout"] == 1000 * (config.miner.stop_timeout.total_seconds() + 25)
+    config = load_config("miner", app["args"], environ=KEYS, dotenv=None, file=file)
+    assert config.miner.stop_timeout.seconds == seconds
+    assert config.miner.name == "from-environment"
+    assert config.miner.checkpoint_steps == 50 or len(rows) < 2
+    assert app["kill_timeout"] == 1000 * (seconds + 25)
+    assert timedelta(seconds=25) >= 3 * TERMINATE_GRACE + SETTLE
+    assert app["treekill"] is False and Path(app["script"]).is_file()
+    assert not [key for key in KEYS.values() if key in done.stdout]
 
 
 @needs_node
