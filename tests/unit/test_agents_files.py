@@ -26,16 +26,13 @@ class _Config(yaml.SafeLoader):
 _Config.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
 
 
-def test_agents_md_names_targets_and_files_that_there_are() -> None:
+def test_agents_md_names_files_that_there_are() -> None:
+    """Its targets and links are checked by test_localnet_readme.py."""
     text = (ROOT / "AGENTS.md").read_text()
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
-    named = set(re.findall(r"\bmake ([\w-]+)", text))
-    assert len(named) > 5 and named - {"a"} <= targets
     paths = set(re.findall(r"`([\w./-]+/[\w./-]*|[\w-]+\.(?:txt|yml|lock))`", text))
-    paths |= set(re.findall(r"\]\(([\w./-]+)\)", text))
     below = ("", "distributed_training", "tests")
     missing = [p for p in paths if not any((ROOT / folder / p).exists() for folder in below)]
-    assert len(paths) > 15 and not missing
+    assert len(paths) > 10 and not missing
 
 
 def test_llms_txt_has_each_page_of_the_site_with_its_first_sentence() -> None:

@@ -1,11 +1,14 @@
-"""Test that all citations of comments and documents exist."""
+"""Test that what comments and documents cite exists: pages, figures, tests, examples."""
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import json
 import re
 import runpy
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ import yaml
 
 from tests.tools import pictures
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).parents[2]
 
 
@@ -162,3 +165,34 @@ def test_a_long_path_may_break_in_a_table_and_a_flag_nowhere() -> None:
     assert content(r"<td><code>dmesg \| grep Xid</code></td>") == (
         "<td><code>dmesg | grep Xid</code></td>"
     )
+
+
+THREATS = (ROOT / "docs" / "threats.toml").read_text()
+ROWS = tomllib.loads(THREATS)["threat"]
+DEFINED = set(
+    re.findall(
+        r"^\s*(?:async )?def (test_\w+)\(",
+        "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py")),
+        re.MULTILINE,
+    )
+)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["threat"])
+def test_each_threat_names_tests_that_are_there(row: dict[str, list[str]]) -> None:
+    assert row["tests"] and set(row["tests"]) <= DEFINED, set(row["tests"]) - DEFINED
+
+
+def test_the_sites_page_has_each_threat() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "site" / "hooks.py"))["threats"](THREATS)
+    rows = re.findall(r"^\| (?!Threat).+ \| .+ \| `test_.+` \|$", page, re.M)
+    assert len(rows) == len(ROWS) >= 25
+
+
+def test_each_example_of_the_page_runs() -> None:
+    runner, tried = doctest.DocTestRunner(verbose=False), 0
+    for name in re.findall(r"^::: (\S+)$", (ROOT / "docs" / "python.md").read_text(), re.M):
+        for found in doctest.DocTestFinder().find(importlib.import_module(name)):
+            tried += bool(found.examples)
+            runner.run(found)
+    assert tried > 10 and runner.summarize(verbose=False).failed == 0

@@ -1,4 +1,4 @@
-"""From events to the display: follower, states, view, summary."""
+"""From events to the display: follower, states, view, summary. And the words of a trial."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed_training.localnet.summary import summarize
+from distributed_training.localnet.trial import words_of
 from distributed_training.telemetry.events import EventFollower
 from distributed_training.telemetry.neuron_state import COLUMNS, NeuronState
 
@@ -257,3 +258,16 @@ class TestSummary:
         summary = summary_of(a_validator(*reached, judged=judged), miner)
         assert set(summary.problems) == {problem}
         assert "all rounds worked" not in summary.verdict
+
+
+def test_each_member_gets_its_number_and_files_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a member's script runs in another folder
+    for number in range(2):
+        (tmp_path / f"{number}.txt").write_text("")
+    args = ["NETWORK", "{member}.txt", "--seed={member}", "2.txt"]
+    assert [words_of(args, number) for number in range(2)] == [
+        ["NETWORK", str(tmp_path / f"{number}.txt"), f"--seed={number}", "2.txt"]
+        for number in range(2)
+    ]

@@ -1,4 +1,4 @@
-"""Test that commands in the documents exist and that links lead somewhere."""
+"""Test that commands in documents and workflows exist and that links lead somewhere."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import subprocess
 import sys
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from distributed_training import join_command, network_command, plan_command, status_command
 from distributed_training.config.removed import is_removed
@@ -21,7 +23,9 @@ from distributed_training.scoring import command, export
 
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS"))]
+PAGES += sorted(ROOT.glob("docs/*.md"))
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 #: It has those of benchmarks.
 NO_FLAGS = ("performance",)
 OF_OTHERS = {"help", "help-all", "version"} | {  # and of torchrun
@@ -50,7 +54,7 @@ def test_two_commands_of_the_readme_do_everything() -> None:
 
 @lru_cache
 def make_targets() -> set[str]:
-    rules = re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), re.M)
+    rules = re.findall(r"^([a-z][a-z0-9 -]*):", (ROOT / "Makefile").read_text(), re.M)
     return {target for rule in rules for target in rule.split()}
 
 
@@ -157,3 +161,26 @@ def test_links_resolve(page: Path) -> None:
             headings = re.findall(r"^#+ (.+)$", linked.read_text(), re.M)
             anchors = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
             assert anchor in anchors, target
+
+
+def runs_of(job: dict[str, Any]) -> list[str]:
+    return [step["run"] for step in job["steps"] if "run" in step]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_each_command_names_targets_and_files_that_are_there(path: Path) -> None:
+    jobs = yaml.safe_load(path.read_text())["jobs"]
+    for name, job in jobs.items():
+        assert job["timeout-minutes"] <= 180, name
+        for line in runs_of(job):
+            for words in re.findall(r"\bmake ([\w -]+)", line):
+                assert set(words.split()) <= make_targets(), line
+            for file in re.findall(r"(?:bash |pytest -n 4 )([\w./ ]+)", line):
+                assert all((ROOT / word).exists() for word in file.split()), line
+
+
+def test_ci_runs_the_landing_script_and_each_python_that_is_allowed() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    assert any("bash .ci/run" in command for command in runs_of(jobs["landing"]))
+    assert jobs["tests"]["strategy"]["matrix"]["python"][0] == "3.11"
+    assert 'requires-python = ">=3.11"' in (ROOT / "pyproject.toml").read_text()

@@ -102,6 +102,18 @@ def test_weights_that_do_not_fit_end_a_first_start_and_are_not_asked_of_a_checkp
     made.follow_schedule.assert_called_once_with(7, 90)
 
 
+@pytest.mark.usefixtures("process_group")
+def test_a_member_goes_to_the_networks_place_and_behind_it_by_its_own_steps() -> None:
+    member, info = trainer(), StartupInfo(global_outer_step=4, inner_steps=200)
+    member.load_weights = Mock()  # the file is of no matter here
+    resume_training(member, Mock(restore=lambda: None), info, None)
+    assert member.total_inner_steps == 200
+    member.inner_step, member.total_inner_steps = 2, 77  # of an older checkpoint, after a roll-back
+    for outer_step, steps, place in ((7, 300, 77), (4, 0, 77), (4, 300, 302)):
+        member.follow_schedule(outer_step, steps)
+        assert member.total_inner_steps == place
+
+
 # Written by the code of commit 10170bb9, the last edition with two kinds of networks.
 OLD = Path(__file__).parents[1] / "vectors" / "checkpoints"
 
