@@ -27,10 +27,11 @@ from distributed_training.training.model import (
     logit_gradient,
 )
 from distributed_training.training.trainer import Trainer
+from distributed_training.validator.merge import digest_of
 from testbed.first_weights import begin
 from tests.tools import training_world
 from tests.tools.outer_steps import header, sign
-from tests.tools.store_member import decoded, digest_of, write_update
+from tests.tools.store_member import decoded, write_update
 from tests.tools.training_world import (
     SETTINGS,
     finished,

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from distributed_training import member
 from distributed_training.chain.identity import Wallet
+from distributed_training.common.files import sha256_of
 from distributed_training.config import Config
 from distributed_training.data.tokenizer import build_tokenizer
 from distributed_training.exchange import store_rounds
@@ -37,7 +38,7 @@ from distributed_training.training.weights import read_model_config
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.network import ALICE, network_file
 from tests.tools.small_miner import RULES
-from tests.tools.store_leader import Leader, sha256
+from tests.tools.store_leader import Leader
 from tests.tools.training_world import tiny
 
 VOCABULARY = 67
@@ -131,7 +132,7 @@ class MemberWorld:
         held_out = folder / "held-out.txt"
         held_out.write_text("words\n" * 100)
         # Members train on text of their own.
-        of_text = {"data.own": True, "data.held_out": f"{held_out}#{sha256(held_out)}"}
+        of_text = {"data.own": True, "data.held_out": f"{held_out}#{sha256_of(held_out)}"}
         whole = STORE_RULES | (of_text if own else {}) | (rules or {})
         self.network = network_file(folder, whole, signer=ALICE)
         self.run_id = member._config_of(self.network, {}).swarm.run_id

@@ -5,7 +5,6 @@ The merge is the product's (``validator/merge.py``). Closes come when a test say
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import time
@@ -16,6 +15,7 @@ import torch
 from bittensor_core import verify
 from safetensors.torch import save_file
 
+from distributed_training.common.files import sha256_of
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Merged
 from distributed_training.protocol.update_file import UpdateFile, UpdateLayout
@@ -103,7 +103,7 @@ class Leader:
             names = (name for name, _ in self.schema)
             tensors = dict(zip(names, self.state.weights, strict=True))
             save_file(tensors, folder / keys.MODEL, metadata={"format": "pt"})
-        files = {name: sha256(folder / name) for name in (keys.CONFIG, keys.MODEL) if whole}
+        files = {name: sha256_of(folder / name) for name in (keys.CONFIG, keys.MODEL) if whole}
         weights, momentum, residual = self.state.digests
         now = time.time()
         manifest = manifest_after(
@@ -137,10 +137,6 @@ class Leader:
             expires=now + _FAR,
         )
         write(self.bucket / keys.STATE, state.to_bytes(ALICE.sign))
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def write(path: Path, data: bytes) -> None:

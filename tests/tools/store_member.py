@@ -11,8 +11,6 @@ from torch import Tensor
 from distributed_training.protocol.update_file import (
     UpdateFile,
     UpdateLayout,
-    digest_rows,
-    digest_weights,
     finish,
     rows_and_columns,
     write_rows,
@@ -27,13 +25,6 @@ Schema = Sequence[tuple[str, tuple[int, ...]]]
 def store_step(made: Trainer) -> OuterStep:
     assert isinstance(made.outer, OuterStep)
     return made.outer
-
-
-def digest_of(weights: Sequence[Tensor]) -> str:
-    """The digest of whole weights, as the validator has it."""
-    return digest_weights(
-        digest_rows(each.reshape(rows_and_columns(each.shape))) for each in weights
-    )
 
 
 def write_update(path: Path, schema: Schema, movement: Sequence[Tensor]) -> UpdateFile:

@@ -39,10 +39,10 @@ from distributed_training.training.model import initial_weights
 from distributed_training.training.outer_step import UploadHandle
 from distributed_training.training.pretrained import write_frozen
 from distributed_training.training.trainer import Trainer
+from distributed_training.validator.merge import digest_of
 from tests.tools.outer_steps import header, sign
 from tests.tools.store_member import (
     decoded,
-    digest_of,
     drawn,
     move,
     store_step,

@@ -26,9 +26,10 @@ from distributed_training.training import outer_step
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.outer_rule import NESTEROV, OuterRule, nesterov_sgd
 from distributed_training.training.trainer import Trainer
+from distributed_training.validator.merge import digest_of
 from testbed.first_weights import begin
 from tests.tools.outer_steps import header, sign
-from tests.tools.store_member import decoded, digest_of, drawn, move, store_step, write_update
+from tests.tools.store_member import decoded, drawn, move, store_step, write_update
 from tests.tools.training_world import finished, save_checkpoint, tiny, trainer
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("process_group")]
