@@ -90,22 +90,19 @@ class AveragingValidator(StoreValidator):
 
     def _judge_new(self, close: Intake, miners: Sequence[Neuron], now: float) -> None:
         if self._ordered is not close:
-            self._order_average(close, now)
+            path = self.steps.place(close.state.outer_step + 1) / keys.AVERAGE
+            self._ordered, self._order, self._answer = close, None, None
+            try:
+                self._order = self._membership.build_order(
+                    close.state, now, self.steps.head, average=str(path.absolute())
+                )
+            except NoAllReduce as error:
+                self._answer = Answer(close.state.serial, failed=str(error))
+            else:
+                path.unlink(missing_ok=True)
+                log.info("%s", lines.ALL_REDUCE_START)
+                self.peer.send(self._order)
         super()._judge_new(close, [m for m in miners if m.hotkey in self._sampled], now)
-
-    def _order_average(self, close: Intake, now: float) -> None:
-        path = self.steps.place(close.state.outer_step + 1) / keys.AVERAGE
-        self._ordered, self._order, self._answer = close, None, None
-        try:
-            self._order = self._membership.build_order(
-                close.state, now, self.steps.head, average=str(path.absolute())
-            )
-        except NoAllReduce as error:
-            self._answer = Answer(close.state.serial, failed=str(error))
-            return
-        path.unlink(missing_ok=True)
-        log.info("%s", lines.ALL_REDUCE_START)
-        self.peer.send(self._order)
 
     def _on_answer(self, answer: Answer) -> None:
         if self._order is not None and answer.serial == self._order.serial:

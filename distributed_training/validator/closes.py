@@ -69,7 +69,6 @@ from distributed_training.validator.merge import (
     count_steps,
     helpful,
     longest_norm,
-    measured,
     merge_factors,
     merge_named,
 )
@@ -504,7 +503,10 @@ class CloseJudge:
             )
             for one, factor in zip(chosen, factors, strict=True)
         )
-        steps, count = self._count_steps(close, merged), sum(map(bool, factors))
+        most = int(_MOST_STEPS_OF_A_SECOND * self.config.rounds.period.total_seconds())
+        claims = [(one.measured, one.file.header.inner_steps) for one in chosen]
+        steps = count_steps(claims, self.steps.history, close.state.closes_at, most)
+        count = sum(map(bool, factors))
         header = Header(
             kind="update",
             run_id=self.judge.run_id,
@@ -529,12 +531,6 @@ class CloseJudge:
             sign=self.steps.sign,
         )
         return MergedSome(merged, update, header, values, self.losses_of(values.weights))
-
-    def _count_steps(self, close: Intake, merged: Sequence[Merged]) -> int:
-        """Return by how many inner steps the outer step moves the schedule."""
-        most = int(_MOST_STEPS_OF_A_SECOND * self.config.rounds.period.total_seconds())
-        claims = list(zip(measured(merged), (one.inner_steps for one in merged), strict=True))
-        return count_steps(claims, self.steps.history, close.state.closes_at, most)
 
     def _contributors(self, judged: int) -> int:
         """Count the members of which something is in the outer step; ``judged``: that we know."""

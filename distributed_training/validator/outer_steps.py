@@ -27,7 +27,7 @@ from distributed_training.protocol.metadata import config_bytes
 from distributed_training.protocol.network_report import printable
 from distributed_training.protocol.types import Sign
 from distributed_training.store.base import ObjectInfo, ObjectStore, put_once
-from distributed_training.store.bucket_reader import MOST_BYTES
+from distributed_training.store.bucket_reader import MOST_BYTES, remove_states, states
 from distributed_training.store.errors import IntegrityError, StoreError, TakenError
 from distributed_training.store.transfer import (
     PART,
@@ -51,6 +51,7 @@ class AnotherLeadsError(GlobalStateError):
 
 _PUBLICATION = timedelta(minutes=30)  # limit for a publication, with retries
 _AGAIN = 60.0  # seconds before a large file is sent again that the store does not keep
+_SETS = (keys.MODEL, keys.OUTER_STATE, keys.CONFIG)
 SERIALS = 1 << 20  # distance above the closes that may have moved without our knowing
 
 
@@ -439,17 +440,21 @@ class OuterSteps(OwnCopy):
         """Delete what nobody needs any more. A failure is logged: the next time has it again."""
         state = self.state
         assert state is not None
-        n, oldest = state.outer_step, min(state.weights_at, default=0)
-        self.remove_past(n, state.weights_at)
+        n, at = state.outer_step, state.weights_at
+        # Our copy: the files that members do not need any more, but for the signed ones.
+        remove_states(self._folder, before=min(at, default=n))
+        for step, folder in states(self._folder):
+            needless = _SETS if step not in at else () if step == max(at) else (keys.OUTER_STATE,)
+            for name in needless if step < n else ():
+                (folder / name).unlink(missing_ok=True)
         # An empty disk needs the uploads since the newest set, however few the network's file
         # keeps.
-        merged = min(n - self._keep_uploads, max(state.weights_at, default=0))
+        oldest, merged = min(at, default=0), min(n - self._keep_uploads, max(at, default=0))
         try:
             for info in self._store.list_objects("outer/"):
                 step, name = keys.parse_outer_key(info.key) or (n, keys.MANIFEST)
-                whole = name in (keys.MODEL, keys.CONFIG, keys.OUTER_STATE)
                 if (
-                    (whole and step not in state.weights_at and step < n)
+                    (name in _SETS and step not in at and step < n)
                     or (name == keys.UPDATE and step <= oldest)
                     or ((name.startswith("uploads/") or name == keys.AVERAGE) and step <= merged)
                 ):

@@ -26,8 +26,6 @@ from distributed_training.store.bucket_reader import (
     MOST_BYTES,
     BucketReader,
     StateUnavailable,
-    remove_states,
-    states,
 )
 from distributed_training.store.errors import (
     IntegrityError,
@@ -43,7 +41,6 @@ RECOVER = "run dt-network recover NETWORK"
 _SIGNED = "signed"  # subfolder with the state and all manifests
 SMALL = 4 * 1024 * 1024  # bytes; objects up to here are read to compare them
 _SMALL_TIME = timedelta(seconds=30)  # limit for one small object, with retries
-_SETS = (keys.MODEL, keys.OUTER_STATE, keys.CONFIG)
 #: Faults of an object, not of a store that does not answer.
 _FAULTS = (IntegrityError, ObjectMissingError, PreconditionError, StateUnavailable)
 _Kind = TypeVar("_Kind", State, Manifest)
@@ -91,11 +88,6 @@ class OwnCopy:
     def stored_state(self) -> Signed[State] | None:
         """Return the store's state; None where that is missing, damaged or another network's."""
         return self._read_stored(keys.STATE, State)
-
-    def newest_state(self) -> State | None:
-        """Return the newer of our state and the store's."""
-        found = [one.file for one in (self.own_state(), self.stored_state()) if one is not None]
-        return max(found, key=age_of, default=None)
 
     def manifest(self, outer_step: int) -> Manifest | None:
         """Return our copy of a manifest; None where it is missing or damaged."""
@@ -251,11 +243,3 @@ class OwnCopy:
                 key = keys.outer_key(step, keys.MANIFEST)
                 found.append(Kept(key, sha256_of(path), path))
         return found
-
-    def remove_past(self, head: int, at: Sequence[int]) -> None:
-        """Remove the files that members do not need any more, but for the signed ones."""
-        remove_states(self._folder, before=min(at, default=head))
-        for step, folder in states(self._folder):
-            needless = _SETS if step not in at else () if step == max(at) else (keys.OUTER_STATE,)
-            for name in needless if step < head else ():
-                (folder / name).unlink(missing_ok=True)

@@ -77,7 +77,7 @@ from distributed_training.validator.global_state import (
 )
 from distributed_training.validator.judging import UploadJudge
 from distributed_training.validator.outer_steps import AnotherLeadsError, OuterSteps
-from distributed_training.validator.own_copy import RECOVER, OwnCopy
+from distributed_training.validator.own_copy import RECOVER, OwnCopy, age_of
 from distributed_training.validator.reporter import RoundReporter
 from distributed_training.validator.standings import Standings
 from distributed_training.validator.store_rounds import LEDGER, StoreValidator
@@ -110,8 +110,9 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> ValidatorParts:
     store = open_own(config.store, config.store.global_model_name)
     check_own(store)
     by = Master(config.swarm.run_id, config.miner.master_ss58_address, verify_signature)
-    newest = OwnCopy(store, folder / "global", by).newest_state()
-    outer_step = 0 if newest is None else newest.outer_step
+    copy = OwnCopy(store, folder / "global", by)
+    found = [one.file for one in (copy.own_state(), copy.stored_state()) if one is not None]
+    outer_step = max(found, key=age_of).outer_step if found else 0
     versions = open_versions(config.network, folder, outer_step, BucketReader(store).version)
     config = under(config, versions.in_force)
     claim_global_bucket(store, versions.newest, versions=versions, member=member)
