@@ -288,24 +288,21 @@ class HostCopies:
                 # Only the side stream waits for what training has queued; the host does not.
                 after = after or torch.cuda.current_stream(self._device).record_event()
                 self._stream.wait_event(after)
-            self._fill(pairs)
-
-    def _fill(self, pairs: Sequence[Piece]) -> None:
-        before: tuple[int, Piece] | None = None
-        # Empty a buffer one turn later: while the bus fills one, the cores empty the other.
-        for number, (source, target) in enumerate(self._pieces(pairs)):
-            turn = number % 2
-            part = self._buffers[turn][: source.numel()]
-            with torch.cuda.stream(self._stream):  # does nothing without a stream
-                # The host continues only because the buffer is pinned.
-                part.copy_(source, non_blocking=True)
-                if self._stream is not None:
-                    self._copied[turn].record(self._stream)
+            before: tuple[int, Piece] | None = None
+            # Empty a buffer one turn later: while the bus fills one, the cores empty the other.
+            for number, (source, target) in enumerate(self._pieces(pairs)):
+                turn = number % 2
+                part = self._buffers[turn][: source.numel()]
+                with torch.cuda.stream(self._stream):  # does nothing without a stream
+                    # The host continues only because the buffer is pinned.
+                    part.copy_(source, non_blocking=True)
+                    if self._stream is not None:
+                        self._copied[turn].record(self._stream)
+                if before is not None:
+                    self._empty(*before)
+                before = turn, (part, target)
             if before is not None:
                 self._empty(*before)
-            before = turn, (part, target)
-        if before is not None:
-            self._empty(*before)
 
     def _pieces(self, pairs: Sequence[Piece]) -> Iterator[Piece]:
         """Yield flat parts of the tensors that fit into a buffer."""
@@ -339,13 +336,6 @@ def _make_buffers(stage: int, device: torch.device) -> list[Tensor]:
 
 
 _copies = functools.cache(HostCopies)  # by device
-
-
-def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy to host memory, which later steps do not change."""
-    pairs = [(tensor, torch.empty(tensor.shape, dtype=torch.float32)) for tensor in tensors]
-    fill_host(pairs)
-    return [taken for _, taken in pairs]
 
 
 def fill_host(pairs: Sequence[Piece], after: torch.cuda.Event | None = None) -> None:

@@ -38,12 +38,6 @@ _NAMES = {
 }  # fmt: skip
 
 
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, without a copy."""
-    array: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-    return memoryview(array)
-
-
 def write_safetensors(
     path: Path,
     entries: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
@@ -68,9 +62,10 @@ def write_safetensors(
     with atomic_file(path) as handle:
         handle.write(header)
         for tensor in tensors:
-            data = tensor_bytes(tensor)
-            digest.update(data)
-            handle.write(data)
+            # Its bytes, without a copy.
+            array: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+            digest.update(memoryview(array))
+            handle.write(memoryview(array))
     return digest.hexdigest()
 
 

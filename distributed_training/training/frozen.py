@@ -42,8 +42,16 @@ class FrozenTensors:
 
     @torch.no_grad()
     def _checksums(self) -> Tensor:
-        """Return int64 ``(tensors, 2)``."""
-        sums = [_checksum(tensor) for tensor in self._tensors.values()]
+        """Return int64 ``(tensors, 2)``: the sum of words, and one that depends on their order."""
+        sums = []
+        for tensor in self._tensors.values():
+            words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.itemsize])
+            found = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+            for piece in words.split(_PIECE):
+                wide = piece.to(torch.int64)
+                places = torch.arange(1, len(wide) + 1, device=wide.device)
+                found = found * 31 + torch.stack([wide.sum(), (wide * places).sum()])
+            sums.append(found)
         return torch.stack(sums) if sums else torch.zeros(0, 2, dtype=torch.int64)
 
 
@@ -55,14 +63,3 @@ def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
     states = model.state_dict(keep_vars=True).items()
     kept = ((name, each) for name, each in states if not isinstance(each, nn.Parameter))
     return {n: each.to_local() if isinstance(each, DTensor) else each for n, each in kept}
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's words, and a sum that depends on their order."""
-    words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.itemsize])
-    found = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    for piece in words.split(_PIECE):
-        wide = piece.to(torch.int64)
-        places = torch.arange(1, len(wide) + 1, device=wide.device)
-        found = found * 31 + torch.stack([wide.sum(), (wide * places).sum()])
-    return found

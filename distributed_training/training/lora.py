@@ -115,8 +115,16 @@ def read_rules(given: str, base: Mapping[str, Any], name: str = "") -> dict[str,
     if isinstance(rules["targets"], str):
         rules["targets"] = rules["targets"].split("+")
     if rules["targets"] == [_ALL]:
-        # Name the layers, since another version of PEFT may choose others.
-        rules["targets"] = sorted(_linear_layers(base))
+        # Name the linear layers, but the head, since another version of PEFT may choose others.
+        plain = {key: value for key, value in base.items() if key != MODEL_RULES}
+        model: Any = build_meta_model(plain)
+        head = model.get_output_embeddings()
+        layers = {
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and module is not head
+        }
+        rules["targets"] = sorted(layers)
     rules.setdefault("alpha", 2 * rules["r"] if isinstance(rules["r"], int) else 0)
     kept = base.get("dtype") or base.get("torch_dtype") or "float32"
     rules.setdefault("dtype", kept if kept in _DTYPES else "float32")
@@ -142,18 +150,6 @@ def _of_folder(folder: Path) -> dict[str, Any]:
             f"{folder / ADAPTER_CONFIG} is of no adapters that a network can train ({error!r:.150})"
             ", so no network was created: give plain LoRA adapters of linear layers"
         ) from None
-
-
-def _linear_layers(base: Mapping[str, Any]) -> set[str]:
-    """Return the last parts of the names of a base's linear layers, but its head."""
-    plain = {key: value for key, value in base.items() if key != MODEL_RULES}
-    model: Any = build_meta_model(plain)
-    head = model.get_output_embeddings()
-    return {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
-    }
 
 
 def _is_no_kernel_warning(record: logging.LogRecord) -> bool:

@@ -85,14 +85,9 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-def without_extras(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a published ``config.json`` that describe the model."""
-    return {k: v for k, v in config.items() if k not in CONFIG_EXTRAS}
-
-
 def of_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a published ``config.json`` that transformers has."""
-    return {k: v for k, v in without_extras(config).items() if k != MODEL_RULES}
+    return {k: v for k, v in config.items() if k not in (*CONFIG_EXTRAS, MODEL_RULES)}
 
 
 _MOST_PARTS = 1000  # layers, heads, experts, labels: the largest models have 500
@@ -142,7 +137,7 @@ def build_causal_lm(
     model_config: Mapping[str, Any], dtype: torch.dtype = torch.float32
 ) -> nn.Module:
     """Build a Hugging Face causal model. Raises UnfitModelError as :func:`build_meta_model`."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoModelForCausalLM
 
     try:
         config = hf_config(model_config)
@@ -150,8 +145,12 @@ def build_causal_lm(
         for name in _NO_ATTENTION:
             if getattr(config, name, None):
                 raise _unfit_attention(name)
+        # For its own "sdpa" transformers reads a value back at each forward to see whether
+        # sequences are packed, and so waits for everything that was queued. For a name without a
+        # mask function it makes no mask, and SDPA without a mask is causal.
+        AttentionInterface.register(CAUSAL, sdpa_causal)
         model: nn.Module = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=register_attention()
+            config, dtype=dtype, attn_implementation=CAUSAL
         )
     except ConfigError:
         raise
@@ -275,17 +274,6 @@ _HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions",
 _NO_ATTENTION = ("attn_logit_softcapping", "attention_chunk_size", "use_bidirectional_attention")
 
 
-def register_attention() -> str:
-    """Register our attention, and return its name for transformers."""
-    from transformers import AttentionInterface
-
-    # For its own "sdpa" transformers reads a value back at each forward to see whether sequences
-    # are packed, and so waits for everything that was queued. For a name without a mask function it
-    # makes no mask, and SDPA without a mask is causal.
-    AttentionInterface.register(CAUSAL, sdpa_causal)
-    return CAUSAL
-
-
 def sdpa_causal(
     module: Any,
     query: Tensor,
@@ -309,17 +297,13 @@ def sdpa_causal(
         if name != "sliding_window":
             raise _unfit_attention(name)
         if option < length:
-            attention_mask = _window_mask(length, option, query.device)
+            # Each position sees as many as the window has: itself and those before it.
+            seen = torch.ones(length, length, dtype=torch.bool, device=query.device)
+            attention_mask = seen.tril().triu(1 - option)
     mixed: tuple[Tensor, None] = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling
     )
     return mixed
-
-
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """Return which positions each position sees, bool: itself and those before it, ``window``."""
-    seen = torch.ones(length, length, dtype=torch.bool, device=device)
-    return seen.tril().triu(1 - window)
 
 
 def _unfit_attention(name: str) -> UnfitModelError:

@@ -49,7 +49,7 @@ from distributed_training.protocol.update_file import (
     write_rows,
 )
 
-from .collectives import ParameterShard, RowStream, enter_thread, to_host
+from .collectives import ParameterShard, RowStream, enter_thread, fill_host
 from .copies import BackgroundWrite, BoundaryCopies
 from .outer_rule import OuterRule
 from .sharding import read_rows
@@ -196,8 +196,10 @@ class OuterStep:
         self.roll_back()
 
     def current(self) -> list[Tensor]:
-        """Copy the rows of the present weights to host memory."""
-        return to_host([s.local for s in self._shards])
+        """Copy the rows of the present weights to host memory, which later steps do not change."""
+        pairs = [(s.local, torch.empty(s.local.shape, dtype=torch.float32)) for s in self._shards]
+        fill_host(pairs)
+        return [taken for _, taken in pairs]
 
     def begin_epoch(self) -> None:
         """Make the present weights the epoch start, with no residual. Collective."""

@@ -38,19 +38,6 @@ class WeightsError(ValueError):
         self.remedy = remedy
 
 
-def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Return the content of one of the folder's files. Raises WeightsError."""
-    try:
-        content = json.loads((folder / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise WeightsError(
-            f"{folder / name} cannot be read ({error})", "give a folder of save_pretrained"
-        ) from None
-    if not isinstance(content, dict):
-        raise WeightsError(f"{folder / name} is no JSON object", "download it again")
-    return content
-
-
 def read_weights(
     folder: Path,
     model_config: Mapping[str, Any],
@@ -176,7 +163,15 @@ def _files(folder: Path) -> list[Path]:
         raise WeightsError(
             f"{folder} has neither {keys.MODEL} nor {INDEX}", "save it with save_pretrained"
         )
-    shards = read_json(folder, INDEX).get("weight_map")
+    try:
+        content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise WeightsError(
+            f"{folder / INDEX} cannot be read ({error})", "give a folder of save_pretrained"
+        ) from None
+    if not isinstance(content, dict):
+        raise WeightsError(f"{folder / INDEX} is no JSON object", "download it again")
+    shards = content.get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise WeightsError(f"{folder / INDEX} has no weight_map", "download it again")
     for shard in shards.values():

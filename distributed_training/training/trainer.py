@@ -326,7 +326,14 @@ class Trainer(HeldWeights):
             self.skipped_in_a_row = 0
             self._warn_near_the_end(rate)
         else:
-            self._note_skipped()
+            self.skipped_in_a_row += 1
+            line = (
+                "Inner step skipped: its loss or gradient is NaN or Inf "
+                f"({self.skipped_in_a_row} in a row; at {NAN_LIMIT} the last good checkpoint is "
+                "loaded)"
+            )
+            log.warning(line)
+            self.step.notes.append(line)
         report = self._report(loss, norm if finite else None, rate)
         # Weights that FSDP gathered were dropped by the last backward, unless it was not finite.
         self.step.forget() if finite else self.drop_step()
@@ -410,16 +417,6 @@ class Trainer(HeldWeights):
             note="; ".join(self.step.notes),
             **self._meter.finish(plan.effective * self.settings.sequence_length),
         )
-
-    def _note_skipped(self) -> None:
-        self.skipped_in_a_row += 1
-        line = (
-            "Inner step skipped: its loss or gradient is NaN or Inf "
-            f"({self.skipped_in_a_row} in a row; at {NAN_LIMIT} the last good checkpoint is "
-            "loaded)"
-        )
-        log.warning(line)
-        self.step.notes.append(line)
 
     def _warn_near_the_end(self, rate: float) -> None:
         """Warn once per start that the schedule is where its rate is the lowest."""
