@@ -12,7 +12,6 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -191,9 +190,13 @@ class OwnUploads:
         """Return how an outer step dealt with our upload: merged, or refused with a cause."""
         if (score := manifest.scores.get(self._uid)) is not None:
             log.info(lines.SCORE, self._uid, manifest.outer_step, score)
-        cause = ""
-        for serial, note in self._notes(manifest.outer_step - 1):
-            found = self.path(Close(manifest.outer_step - 1, serial))
+        cause, outer_step = "", manifest.outer_step - 1
+        names = [_NAME.fullmatch(path.name) for path in self._folder.glob(f"{outer_step}.*.json")]
+        for serial in sorted(int(name[2]) for name in names if name):
+            close = Close(outer_step, serial)
+            if (note := self._note(close)) is None:
+                continue
+            found = self.path(close)
             # A miner that went back in time has written another upload for the same close.
             path = found if found.exists() and sha256_of(found) == note.digest else None
             averaging = manifest.averaging if manifest.averaged else None
@@ -239,12 +242,6 @@ class OwnUploads:
                 "sent: its movement goes into the next upload"
             )
         return note
-
-    def _notes(self, outer_step: int) -> Iterator[tuple[int, _Note]]:
-        names = [_NAME.fullmatch(path.name) for path in self._folder.glob(f"{outer_step}.*.json")]
-        for serial in sorted(int(name[2]) for name in names if name):
-            if (note := self._note(Close(outer_step, serial))) is not None:
-                yield serial, note
 
     def _note(self, close: Close) -> _Note | None:
         lost = "whether it was merged is not known"

@@ -115,7 +115,7 @@ class StoreRounds:
         self._counted = 0
         self._largest_update = 0
         self._ahead: float | None = None  # the store's Unix time minus the steady clock
-        self._off: float | None = None  # our Unix time minus the store's
+        self.clock_offset: float | None = None  # our Unix time minus the store's, where it is known
         self._older_since: float | None = None  # when the store began to show an older state
         self._lost_since: float | None = None  # when our upload was missing first
         self._checks_at = -math.inf  # when the store is asked next whether it is there
@@ -214,10 +214,6 @@ class StoreRounds:
     def now(self) -> float:
         """Return the Unix time, by the store's clock as far as it is known."""
         return self._clocks.unix() if self._ahead is None else self._clocks.steady() + self._ahead
-
-    def clock_offset(self) -> float | None:
-        """Return by how many seconds our clock is ahead of the store's; None: not known."""
-        return self._off
 
     def stop(self) -> None:
         """End transfers under way; wait a few seconds for a request in flight."""
@@ -330,14 +326,13 @@ class StoreRounds:
             # An HTTP date has whole seconds.
             theirs += 0.5 if theirs.is_integer() else 0.0
             self._ahead = theirs - (began + ended) / 2
-            self._off = self._clocks.unix() - self.now()
+            self.clock_offset = off = self._clocks.unix() - self.now()
             # A cache may hold back seconds that neither clock is wrong by.
-            off = 0.0 if info.cached else abs(self._off) - 0.5 - (ended - began) / 2
-            if off > _CLOCK_OFF:
-                side = "ahead of" if self._off > 0 else "behind"
+            if (0.0 if info.cached else abs(off) - 0.5 - (ended - began) / 2) > _CLOCK_OFF:
+                side = "ahead of" if off > 0 else "behind"
                 self._report(
                     "clock",
-                    f"This machine's clock is {abs(self._off):.1f} s {side} the store's. Closes go "
+                    f"This machine's clock is {abs(off):.1f} s {side} the store's. Closes go "
                     "by the store's; set ours, since other programs go by it (timedatectl set-ntp "
                     "true)",
                     kind="off",

@@ -464,7 +464,7 @@ class RankZero:
                 "chain_age_seconds": lambda: chain.age().total_seconds(),
                 "next_round_timestamp_seconds": of_close("closes_at"),
                 "global_outer_step": of_close("outer_step"),
-                "clock_offset_seconds": rounds.clock_offset,
+                "clock_offset_seconds": lambda: rounds.clock_offset,
                 "round_seconds": lambda: reporter.round_seconds,
                 "counts": facts.counts,
                 **machine_gauges(folder, needed=needed),
