@@ -8,7 +8,6 @@ import math
 import shlex
 import shutil
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -292,8 +291,8 @@ def _choose_schedule(rules: dict[str, Any], options: argparse.Namespace) -> None
     )
     # A high rate would first undo what the weights have learned. Adapters begin with nothing.
     if options.weights is not None and not options.lora:
-        fits = replace(fits, learning_rate=fits.learning_rate / 10)
-    training |= {k: v for k, v in asdict(fits).items() if f"training.{k}" not in given}
+        fits["learning_rate"] /= 10
+    training |= {k: v for k, v in fits.items() if f"training.{k}" not in given}
     if type(words) is int and 1 < words < _MANY_WORDS and "round.held_out_rise" not in given:
         # Allow the same share of all that can be learned, which is the logarithm of the words.
         of_round["held_out_rise"] = round(0.25 * math.log(words) / math.log(_MANY_WORDS), 3)

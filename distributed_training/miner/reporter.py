@@ -109,7 +109,7 @@ class Reporter:
                 steps, least = state.inner_step, self._upload_from()
                 if steps < least and uploads_for(state, close):
                     level = logging.WARNING if self._joined() else logging.INFO
-                    log.log(level, "%s", lines.upload_blocked(steps, least))
+                    log.log(level, lines.UPLOAD_BLOCKED, steps, least)
             case ev.UploadBegun(close=close, handle=handle, progress=progress) if close.serial:
                 log.info(lines.SAVING_STATE, close.outer_step)
                 held = handle.hold_seconds

@@ -101,7 +101,8 @@ CODECS: Kinds[Codec] = Kinds("codec of uploads")
 def _encode_rows(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     count, columns = rows.shape
     scales = rows.new_empty((count, -(-columns // GROUP)))
-    codes = rows.new_empty((count, packed_bytes(columns, bits)), dtype=torch.uint8)
+    size = (columns + -columns % _FILLED[bits]) * bits // 8
+    codes = rows.new_empty((count, size), dtype=torch.uint8)
     for slab in _slabs(rows):
         numbers = torch.empty(rows[slab].shape, dtype=torch.uint8, device=rows.device)
         for values, scale, number in _groups_of(rows[slab], scales[slab], numbers):
@@ -112,10 +113,15 @@ def _encode_rows(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _decode_rows(scales: Tensor, codes: Tensor, out: Tensor, bits: int) -> None:
+    step, offset = _NUMBERS[bits]
     for slab in _slabs(out):
         numbers = unpack(codes[slab], out.shape[1], bits)
         for values, scale, number in _groups_of(out[slab], scales[slab], numbers):
-            dequantize(scale, number, values, bits)
+            whole = number.view(torch.int8)  # integers take a quarter of the memory of float32
+            if step != 1:
+                whole *= step
+            whole -= offset
+            values.copy_(whole).mul_(scale.unsqueeze(-1))
 
 
 def _slabs(rows: Tensor) -> list[slice]:
@@ -155,7 +161,13 @@ def quantize(groups: Tensor, numbers: Tensor, bits: int) -> Tensor:
         work = torch.empty_like(groups)
     else:
         work = groups.square()
-        scales = _added(work)
+        # Add by halves, since torch adds in an order that depends on the device.
+        width = work.shape[-1]
+        while width > 1:
+            half = (width + 1) // 2
+            work[..., : width - half] += work[..., half:width]
+            width = half
+        scales = work[..., 0].clone()
         scales.div_(scales.new_full((), groups.shape[-1]))
         # With MKL a CPU's float32 root may be off by its last bit; a float64's, rounded, is not.
         scales = scales.double().sqrt_().float().mul_(_SPREAD[bits])
@@ -170,29 +182,6 @@ def quantize(groups: Tensor, numbers: Tensor, bits: int) -> Tensor:
     return scales
 
 
-def _added(values: Tensor) -> Tensor:
-    """Return the sums along the last dimension; ``values`` are overwritten.
-
-    By halves: torch adds in an order that depends on the device.
-    """
-    width = values.shape[-1]
-    while width > 1:
-        half = (width + 1) // 2
-        values[..., : width - half] += values[..., half:width]
-        width = half
-    return values[..., 0].clone()
-
-
-def dequantize(scales: Tensor, numbers: Tensor, out: Tensor, bits: int) -> None:
-    """Write the values of ``numbers``, uint8 ``(..., k)``, into ``out``; ``numbers`` change."""
-    step, offset = _NUMBERS[bits]
-    whole = numbers.view(torch.int8)  # integers take a quarter of the memory of float32
-    if step != 1:
-        whole *= step
-    whole -= offset
-    out.copy_(whole).mul_(scales.unsqueeze(-1))
-
-
 def refuse_scales(scales: Tensor) -> None:
     """Raise ValueError for a scale that is neither 0 nor a normal number of at most 4.2e37."""
     normal = (scales >= _LEAST_SCALE) & (scales <= _MOST_SCALE)
@@ -200,13 +189,8 @@ def refuse_scales(scales: Tensor) -> None:
         raise ValueError("a scale that is negative, subnormal, too large or not finite")
 
 
-def packed_bytes(count: int, bits: int) -> int:
-    """Return the bytes that ``count`` numbers take."""
-    return -(-count // _FILLED[bits]) * _FILLED[bits] * bits // 8
-
-
 def pack(numbers: Tensor, bits: int) -> Tensor:
-    """Pack numbers, uint8 ``(..., count)``, into ``(..., packed_bytes(count, bits))``."""
+    """Pack numbers, uint8 ``(..., count)``, into ``(..., bytes)``."""
     if missing := -numbers.shape[-1] % _FILLED[bits]:
         numbers = pad(numbers, (0, missing), value=2 ** (bits - 1))
     pairs = _halve(numbers, 4)

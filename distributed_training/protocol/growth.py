@@ -77,15 +77,6 @@ def average_seconds(parameters: int, link: float, *, period: float) -> int:
     return math.ceil(min(_MEETING, period / 20) + sending)
 
 
-@dataclass(frozen=True)
-class GrowthSchedule:
-    """Rules of ``[training]`` that fit a model and a number of tokens; steps are inner steps."""
-
-    learning_rate: float
-    warmup_steps: int
-    total_steps: int
-
-
 def fitting_schedule(
     parameters: int,
     step: int,
@@ -94,8 +85,8 @@ def fitting_schedule(
     trained: int,
     warmup: int | None = None,
     total: int | None = None,
-) -> GrowthSchedule:
-    """Return the schedule of a model that all members train on ``tokens``.
+) -> dict[str, float]:
+    """Return the rules of ``[training]`` for a model that all members train on ``tokens``.
 
     None stands for 20 per trained parameter (``trained``). ``parameters``: all parameters.
     ``step``: tokens of one inner step of all members together. ``warmup``, ``total``: inner steps
@@ -108,7 +99,8 @@ def fitting_schedule(
     if tokens is None:
         most = max(most, _FEWEST_STEPS, 10 * (warmup or 0))
     most = total or most
-    return GrowthSchedule(rate, warmup or min(_LONGEST_WARM_UP, max(1, most // _WARM_UP)), most)
+    warmup = warmup or min(_LONGEST_WARM_UP, max(1, most // _WARM_UP))
+    return {"learning_rate": rate, "warmup_steps": warmup, "total_steps": most}
 
 
 def amount(count: float) -> str:

@@ -12,6 +12,10 @@ from distributed_training.protocol.types import StepReport
 
 # These have a place for a value: log.info(SAVING_STATE, outer_step).
 SAVING_STATE = "💾 Saving model state locally for epoch %s"
+UPLOAD_BLOCKED = (
+    "⚠️  UPLOAD BLOCKED: inner_step (%d) < minimum (%d). "
+    "Validators will reject this! Waiting for more training steps..."
+)
 UPLOADING = "🔼 Uploading model and optimizer states to r2 bucket: %s"
 UPLOAD_FAILED = "Model state upload failed: %s"
 TRAINING_LOOP_FAILED = "Training Loop Failed with error: %s"
@@ -90,13 +94,6 @@ def step_warnings(report: StepReport, *, expect_gpu: bool = False) -> list[str]:
 
 def pushed(tag: str, bucket: str) -> str:
     return f"Successfully pushed new model state with tag {tag} to bucket: {bucket}"
-
-
-def upload_blocked(inner_step: int, minimum: int) -> str:
-    return (
-        f"⚠️  UPLOAD BLOCKED: inner_step ({inner_step}) < minimum ({minimum}). "
-        "Validators will reject this! Waiting for more training steps..."
-    )
 
 
 def all_reduce_failed(checkpoint: int) -> str:

@@ -125,9 +125,15 @@ class UpdateLayout:
 
     def head(self, body: str, signature: str) -> bytes:
         """Return the bytes before the body, with the body's digest and the signature in them."""
-        said = _canonical(_written(self.header))
+        said = asdict(self.header)
+        # A file names pages as the chain blocks that they replace, and the product's codecs by
+        # their bits.
+        said["blocks"] = said.pop("pages")
+        if (bits := OWN_CODECS.get(self.header.codec)) is not None:
+            del said["codec"]
+            said["bits"] = bits
         table: dict[str, Any] = {
-            "__metadata__": {"body": body, "header": said, "signature": signature}
+            "__metadata__": {"body": body, "header": _canonical(said), "signature": signature}
         }
         for part in self.parts:
             for ending, dtype, start, columns, size in (
@@ -169,21 +175,6 @@ def row_chunks(rows: int, columns: int, files: int = 1) -> Iterator[tuple[int, i
     """
     step = max(1, _VALUES // max(1, columns * files))
     return ((first, min(first + step, rows)) for first in range(0, rows, step))
-
-
-def _written(header: Header) -> dict[str, Any]:
-    """Return the fields as a file has them.
-
-    For the product's codecs it has only the number of bits.
-
-    Pages have the key of the chain blocks that they replace.
-    """
-    said = asdict(header)
-    said["blocks"] = said.pop("pages")
-    if (bits := OWN_CODECS.get(header.codec)) is not None:
-        del said["codec"]
-        said["bits"] = bits
-    return said
 
 
 def _canonical(content: Any) -> str:
@@ -230,18 +221,14 @@ def write_rows(path: Path, layout: UpdateLayout, index: int, first_row: int, row
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         for tensor, place in ((scales, part.scales), (codes, part.codes)):
-            row = tensor.shape[1] * tensor.itemsize
-            _write_at(handle, tensor, layout.body + place + first_row * row)
+            position = layout.body + place + first_row * tensor.shape[1] * tensor.itemsize
+            data = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            while data:
+                # Linux writes at most 2 GiB at once, and less when the disk becomes full.
+                written = os.pwrite(handle, data[: 1 << 30], position)
+                data, position = data[written:], position + written
     finally:
         os.close(handle)
-
-
-def _write_at(handle: int, tensor: Tensor, position: int) -> None:
-    data = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-    while data:
-        # Linux writes at most 2 GiB at once, and less when the disk becomes full.
-        written = os.pwrite(handle, data[: 1 << 30], position)
-        data, position = data[written:], position + written
 
 
 def finish(path: Path, layout: UpdateLayout, sign: Sign) -> None:
@@ -395,7 +382,7 @@ def _read_head(file: Any, size: int, schema: Schema) -> tuple[UpdateLayout, str,
         body, signature = metadata["body"], metadata["signature"]
         raw = json.loads(metadata["header"])
         if isinstance(raw, dict) and "bits" in raw:
-            raw["codec"] = f"{raw.pop('bits')}-bit"  # the names in the header differ, see _written
+            raw["codec"] = f"{raw.pop('bits')}-bit"  # the names in the header differ, see head
         if isinstance(raw, dict) and isinstance(raw.get("blocks"), list) and "pages" not in raw:
             raw["pages"] = raw.pop("blocks")
         if not isinstance(raw, dict) or set(raw) != {field.name for field in fields(Header)}:

@@ -406,11 +406,6 @@ class Comparison:
         """
         return t_quantile(len(self.before) - 1, NormalDist().cdf(3)) * self.error
 
-    @property
-    def worse(self) -> bool:
-        """True if the loss is worse afterwards beyond chance."""
-        return self.absolute < -self.chance
-
 
 def t_quantile(freedom: int, chance: float) -> float:
     """Return the quantile ``chance`` of Student's t with ``freedom`` degrees of freedom.

@@ -119,12 +119,19 @@ def show(config: Config, options: argparse.Namespace) -> int:
                 with ExitStack() as stack:  # open it for each look, so that a failure is not kept
                     reader = BucketReader(open_bucket(config, stack))
                     chain = SignedChain(config, reader, Path(folder))
-                    rows = list(verdicts(chain.head(), uids=options.uid, hotkey=hotkey))
-                    shown = (
-                        json.dumps(to_json(chain, rows))
-                        if options.json
-                        else "\n".join(lines_of(chain, rows))
-                    )
+                    manifest = chain.head()
+                    rows = list(verdicts(manifest, uids=options.uid, hotkey=hotkey))
+                    if options.json:
+                        facts = {
+                            "outer_step": manifest.outer_step,
+                            "closes_at": chain.state.closes_at,
+                            "losses_before": dict(manifest.losses_before),
+                            "losses_after": dict(manifest.losses_after),
+                            "uploads": rows,
+                        }
+                        shown = json.dumps(facts)
+                    else:
+                        shown = "\n".join(lines_of(manifest, chain.state.closes_at, rows))
                 print(shown, flush=True)
             except (ChainError, StoreError, OSError) as error:
                 print(f"error: {error}", file=sys.stderr, flush=True)
@@ -151,10 +158,11 @@ def verdicts(
             yield row | {"score": manifest.scores.get(row["uid"])}
 
 
-def lines_of(chain: SignedChain, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def lines_of(
+    manifest: Manifest, closes_at: float, rows: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
     """Yield a line for the outer step, and one for each upload."""
-    manifest = chain.head()
-    closes = datetime.fromtimestamp(chain.state.closes_at, UTC)
+    closes = datetime.fromtimestamp(closes_at, UTC)
     carried = sum(not each.factor for each in manifest.merged)
     yield (
         f"outer step {manifest.outer_step}: {len(manifest.merged) - carried} uploads merged, "
@@ -176,14 +184,3 @@ def lines_of(chain: SignedChain, rows: Sequence[Mapping[str, Any]]) -> Iterator[
         yield f"uid {row['uid']:03d}: {found}"
     if not rows:
         yield "no upload of whoever was asked for came to that close"
-
-
-def to_json(chain: SignedChain, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    manifest = chain.head()
-    return {
-        "outer_step": manifest.outer_step,
-        "closes_at": chain.state.closes_at,
-        "losses_before": dict(manifest.losses_before),
-        "losses_after": dict(manifest.losses_after),
-        "uploads": list(rows),
-    }

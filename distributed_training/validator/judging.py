@@ -204,15 +204,14 @@ class UploadJudge:
         judgement = self.evaluator.judge(
             one.uid, one.file, own_blocks, as_merged, random_blocks=random_blocks
         )
-        if judgement.random is None:
+        if (random := judgement.random) is None:
             raise RefusedUploadError("worse", judgement.reason)
-        if judgement.random.worse:
-            before, after = judgement.random.losses
+        if random.absolute < -random.chance:  # the loss is worse afterwards beyond chance
+            before, after = random.losses
             raise RefusedUploadError(
                 "worse",
                 f"with it the loss on random text rises from {before:.4f} to {after:.4f}, "
-                f"{-judgement.random.absolute / judgement.random.chance:.1f} times what chance "
-                "may explain",
+                f"{-random.absolute / random.chance:.1f} times what chance may explain",
             )
         return replace(one, judgement=judgement)
 

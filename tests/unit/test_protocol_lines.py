@@ -41,7 +41,7 @@ def test_lines_operators_search_for() -> None:
     assert lines.pushed("12.3", "llama-4b-ws-4-227") == (
         "Successfully pushed new model state with tag 12.3 to bucket: llama-4b-ws-4-227"
     )
-    assert lines.upload_blocked(15, 50) == (
+    assert lines.UPLOAD_BLOCKED % (15, 50) == (
         "⚠️  UPLOAD BLOCKED: inner_step (15) < minimum (50). Validators will reject this! "
         "Waiting for more training steps..."
     )
