@@ -344,6 +344,24 @@ def test_the_verdict_follows_from_the_manifests(tmp_path: Path) -> None:
     assert judged.after(ev.NetworkDiffers("two", forked=True), TWELVE) == ("other version", True)
 
 
+def test_a_manifest_names_one_upload_of_several_and_the_newest_are_kept(tmp_path: Path) -> None:
+    """Manifests come late and in any order, also after an upload of a later outer step."""
+    judged = Judged(tmp_path)
+    for step in (14, 12, 13, 16, 15):
+        judged.reporter.on_event(
+            ev.UploadEnded(Close(step, step)), replace(TWELVE, outer_step=step)
+        )
+    for step, base in ((16, Base.MERGED), (15, Base.REFUSED)):
+        refused = replace(state(base, "drawn" * (base is Base.REFUSED)), outer_step=step)
+        judged.reporter.on_event(replace(APPLIED, outer_step=step + 1), refused)
+        judged.now += 1.0
+    facts = judged.facts.gather()
+    assert [(each.outer_step, each.fate) for each in facts.uploads] == [
+        (14, ""), (15, "refused"), (16, "merged"),
+    ]  # fmt: skip
+    assert judge(facts, 1e9 + judged.now).counts is True, "of the newest that a manifest names"
+
+
 def test_a_change_is_logged_at_once_and_the_rest_once_an_hour(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
