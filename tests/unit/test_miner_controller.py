@@ -172,12 +172,6 @@ def test_deadlines_are_looked_at_once_per_tick() -> None:
     assert rig.seen[1:] == [ev.Tick(1001.0)]
 
 
-def test_an_upload_comes_before_an_update_behind_its_close() -> None:
-    rig = Rig()
-    actions = [rig.action(REACHED, ev.UpdateReady(UPDATE, 1.0)), rig.action(), rig.action()]
-    assert actions == [Action.WRITE_UPLOAD, Action.CHECKPOINT, Action.OUTER_STEP]
-
-
 def test_nothing_is_written_on_a_full_disk() -> None:
     rig = Rig(disk_problem="it is full")
     assert rig.action(REACHED) is Action.TRAIN

@@ -258,17 +258,11 @@ def followed_by_a_stop(supervisor: Any, follow: Any = launcher._Supervisor._foll
     return found
 
 
-def test_a_stop_while_the_ranks_end_for_another_version_is_a_stop(
-    argv: list[str], ranks: Played, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launcher._Supervisor, "_follow", followed_by_a_stop)
-    ranks.left = [(0, ExitStatus.AGAIN), (0, FAULT)]
-    assert launch(argv) == STOPPED and ranks.left == [(0, FAULT)]
-
-
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_stop_between_ranks_that_failed_and_their_next_start_is_a_stop(
-    waits: bool, argv: list[str], ranks: Played, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("end", "waits"), [(ExitStatus.AGAIN, False), (FAULT, False), (FAULT, True)]
+)
+def test_a_stop_between_ranks_that_ended_and_their_next_start_is_a_stop(
+    end: ExitStatus, waits: bool, argv: list[str], ranks: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failed(backoff: object) -> timedelta:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -278,7 +272,7 @@ def test_a_stop_between_ranks_that_failed_and_their_next_start_is_a_stop(
         monkeypatch.setattr(launcher.Backoff, "failed", failed)
     else:
         monkeypatch.setattr(launcher._Supervisor, "_follow", followed_by_a_stop)
-    ranks.left = [(0, FAULT), (0, FAULT)]
+    ranks.left = [(0, end), (0, FAULT)]
     assert launch(argv) == STOPPED and ranks.left == [(0, FAULT)]
 
 

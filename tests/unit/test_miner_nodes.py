@@ -10,13 +10,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch.distributed as dist
 
 from distributed_training.common.ports import free_ports
 from distributed_training.miner import nodes
-from distributed_training.miner.__main__ import main, set_rank_environment
+from distributed_training.miner.__main__ import main
 from distributed_training.miner.nodes import Nodes
 from distributed_training.miner.ranks import join_ranks
 from distributed_training.miner.run_folder import RankEnvironment, write_exit_status
@@ -108,19 +107,6 @@ def test_ranks_that_do_not_meet_name_the_firewall() -> None:
     alone = environ | {"LOCAL_WORLD_SIZE": "2"}
     with pytest.raises(RuntimeError):  # on one machine there is nothing to open
         join_ranks(environ=alone, timeout=timedelta(seconds=1), backend="gloo")
-
-
-def test_gradients_go_through_the_interface_that_leads_to_node_0(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    found = psutil.net_if_addrs()
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found | {"ib0": []})
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "1", "NCCL_SOCKET_IFNAME": "ib0"}
-    os.environ.pop("GLOO_SOCKET_IFNAME", None)
-    set_rank_environment()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-    assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0", "the operator's"
 
 
 def test_a_check_before_torchrun_has_the_status_that_torchrun_loses(

@@ -77,13 +77,6 @@ def test_a_miner_without_a_hotkey_has_no_score_and_no_chain_is_asked(
     assert error.startswith("error: no hotkey at ")
 
 
-def test_the_page_of_a_folder_that_is_not_there_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert page([str(tmp_path / "miner*"), "--port", "0"]) == 2
-    assert "does not exist, so nothing is served" in capsys.readouterr().err
-
-
 def test_the_page_at_a_port_that_is_taken_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -180,6 +180,7 @@ def test_a_token_opens_the_page_by_header_by_link_and_by_its_cookie(tmp_path: Pa
         (["--host", "miner.example"], "--host"),
         (["--port", "99999"], "--port"),
         ([__file__], "no folder"),
+        (["miner*"], "does not exist, so nothing is served"),
     ],
 )
 def test_bad_page_arguments_are_one_line(

@@ -111,19 +111,6 @@ def test_a_checksum_notices_one_bit_an_exchange_and_a_scalar(dtype: torch.dtype)
     assert watch.find_changed() == "c"
 
 
-# --- readers ------------------------------------------------------------------------------------
-
-
-def test_the_judge_computes_with_the_frozen_tensors(tmp_path: Path) -> None:
-    whole, part = initial_weights(tiny(), seed=0), initial_weights(PART, seed=0)
-    device, ids = torch.device("cpu"), batch(1)
-    plain = EvaluationModel(model_config=tiny(), device=device)
-    plain.load(whole)
-    judge = EvaluationModel(model_config=PART, device=device, frozen=frozen_file(tmp_path, PART))
-    judge.load(part)
-    assert judge.loss(ids) == plain.loss(ids)
-
-
 # --- scripts ------------------------------------------------------------------------------------
 
 
