@@ -794,8 +794,11 @@ def test_keys_of_any_store_are_right_where_the_file_names_it(tmp_path: Path, cap
 
     words = ("--name", "lab", "--host", "192.0.2.7", "--netuid", "7", "--data-source", "stdlib")
     own = ("--exchange", "store", "--set", "store.access=own")
+    assert main(["init", str(tmp_path / "sub"), *own[:2], *words]) == 2
+    assert "--set store.access=own" in capsys.readouterr().err
     assert main(["init", str(tmp_path / "sub"), *own, *words, *store[:2]]) == 0
-    assert "of R2's lengths (account 32" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "of R2's lengths (account 32" in said and "two keys of the global bucket lab" in said
     argv = ["--network", str(tmp_path / "sub" / "network.toml")]
     with pytest.raises(ConfigError, match=r"READ_ACCESS_KEY_ID has 20.*instead of 32.*public"):
         load_config("miner", argv, environ=AWS | {"R2_ACCOUNT_ID": "a" * 32}, dotenv=None)

@@ -162,19 +162,6 @@ def test_a_member_needs_no_port_and_no_key(tmp_path: Path) -> None:
     assert [check.status for check in found_by_doctor] == ["ok"]
 
 
-def test_init_takes_a_public_chain_where_each_member_has_a_bucket(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("init", str(tmp_path / "lab"), "--name", "lab", "--data-source", "stdlib")
-    assert main([*words, "--netuid", "5"]) == 2
-    assert "--set store.access=own" in capsys.readouterr().err
-    assert main([*words, "--netuid", "5", "--set", "store.access=own"]) == 0
-    assert "two keys of the global bucket lab" in capsys.readouterr().out
-    config = read(tmp_path / "lab")
-    assert config.rounds.exchange == "store"
-    assert config.has_bucket and config.store.endpoint_url is None
-
-
 @pytest.mark.parametrize("codec", OWN_CODECS)
 def test_the_formula_gives_the_bytes_of_a_real_file(codec: str) -> None:
     schema = parameter_schema(named_config("1b"))
