@@ -27,7 +27,7 @@ from distributed_training.common.backoff import Throttle
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Master, State
 from distributed_training.store import presigned
-from distributed_training.store.base import ObjectInfo, is_md5, same_etag
+from distributed_training.store.base import is_md5, same_etag
 from distributed_training.store.errors import (
     AccessDeniedError,
     IntegrityError,
@@ -54,10 +54,6 @@ _NAME = "[A-Za-z0-9_][A-Za-z0-9._-]*"
 Key = Annotated[str, Field(pattern=f"^{_NAME}(/{_NAME})*$", max_length=300)]
 Size = Annotated[int, Field(ge=1, le=MOST_PARTS * presigned.PART)]
 Md5 = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
-
-
-def _age_of(state: State) -> tuple[int, float]:
-    return state.serial, state.written_at
 
 
 class StoreAway(ChainError):
@@ -225,7 +221,8 @@ class Access:
             if data is None:
                 raise ValueError(f"{keys.STATE} is missing")
             state = State.parse(data, self._master)
-            if newest is not None and _age_of(state) < _age_of(newest):
+            age = state.serial, state.written_at
+            if newest is not None and age < (newest.serial, newest.written_at):
                 raise ValueError(f"{keys.STATE} is older than one seen before")
         except (IntegrityError, ValueError) as error:
             if self._may_warn("state"):  # otherwise each request would add a line
@@ -238,21 +235,17 @@ class Access:
             if newest is None:
                 raise StoreAway(f"access: {error}") from None
             state = newest
-        if info is not None:
-            self._compare_clocks(info)
+        if info is not None:  # go by the store's clock
+            self._ahead = info.modified + (info.age_seconds or 0.0) - self._clock()
+            if abs(self._ahead) > _CLOCK_OFF and not info.cached and self._may_warn("clock"):
+                log.warning(
+                    "This machine's clock is %.0f s %s the store's. Members get access by the "
+                    "store's; set ours, or signatures are refused (timedatectl set-ntp true)",
+                    abs(self._ahead),
+                    "behind" if self._ahead > 0 else "ahead of",
+                )
         self._state = time.monotonic(), state
         return state
-
-    def _compare_clocks(self, info: ObjectInfo) -> None:
-        """Go by the store's clock, and log a difference of ours."""
-        self._ahead = info.modified + (info.age_seconds or 0.0) - self._clock()
-        if abs(self._ahead) > _CLOCK_OFF and not info.cached and self._may_warn("clock"):
-            log.warning(
-                "This machine's clock is %.0f s %s the store's. Members get access by the store's; "
-                "set ours, or signatures are refused (timedatectl set-ntp true)",
-                abs(self._ahead),
-                "behind" if self._ahead > 0 else "ahead of",
-            )
 
     def _abort_earlier(self, close: tuple[int, int]) -> None:
         """Abort unfinished uploads in parts of closes other than ``close``, once for each."""

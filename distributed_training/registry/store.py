@@ -196,7 +196,12 @@ class Registry:
                 # Earlier ones had a clock of blocks.
                 given = {key: v for key, v in json.loads(terms).items() if key in known}
                 registry = cls(db, Charter(**given), folder)
-                registry._leave_gap()
+                # Give no uid out twice that a restored backup lacks. Write this only if it is
+                # needed, so that a start on a full disk writes nothing.
+                if registry._meta("restored"):
+                    (last,) = registry._one("SELECT coalesce(max(uid), -1) FROM members")
+                    registry._set_meta("floor", last + 1 + _GAP)
+                    registry._set_meta("restored", False)
             except (sqlite3.Error, LookupError, TypeError, ValueError, AttributeError) as error:
                 raise _unusable(path, error) from None
             registry._lock_file = lock_file
@@ -242,24 +247,15 @@ class Registry:
                 with contextlib.suppress(sqlite3.Error):
                     self._db.execute("ROLLBACK")
                 if isinstance(error, sqlite3.Error):
-                    raise self._not_stored(error) from None
+                    self.faults += 1
+                    if self._may_warn("write"):
+                        remedy = _remedy(self.folder, error)
+                        log.warning(
+                            "A write was not stored (%s), so it is refused: %s", error, remedy
+                        )
+                    raise CannotStore(f"the registry cannot store writes now ({error})") from None
                 raise
             self.view = view
-
-    def _not_stored(self, error: sqlite3.Error) -> CannotStore:
-        self.faults += 1
-        if self._may_warn("write"):
-            remedy = _remedy(self.folder, error)
-            log.warning("A write was not stored (%s), so it is refused: %s", error, remedy)
-        return CannotStore(f"the registry cannot store writes now ({error})")
-
-    def _leave_gap(self) -> None:
-        """Give no uid out twice that a restored backup lacks."""
-        # Only if it is needed, so that a start on a full disk writes nothing.
-        if self._meta("restored"):
-            (last,) = self._one("SELECT coalesce(max(uid), -1) FROM members")
-            self._set_meta("floor", last + 1 + _GAP)
-            self._set_meta("restored", False)
 
     def change_charter(self, **changes: Any) -> None:
         self.charter = replace(self.charter, **changes)
