@@ -190,7 +190,12 @@ class AccessStore(S3ObjectStore):
         An interrupted upload continues with the missing parts. It is no error if the store has the
         same bytes already. Raises TakenError if it has others.
         """
-        parts = _cut(data)
+        parts = [
+            data.part(at, min(PART, len(data) - at))
+            if isinstance(data, Section)
+            else data[at : at + PART]
+            for at in range(0, len(data) or 1, PART)
+        ]
         digests = [md5_of(part) for part in parts]
         if (held := self.head(key)) is not None:
             own = multipart_etag(digests) if len(parts) > 1 else digests[0]
@@ -249,14 +254,6 @@ def _use_url(params: Any, context: Any, **_: Any) -> None:
     params["url"] = context["url"]
     # Or botocore asks where the bucket is, wherever an answer leads elsewhere.
     context.setdefault("s3_redirect", {}).update(redirected=True)
-
-
-def _cut(data: bytes | Section) -> list[bytes | Section]:
-    """Return ``data`` in parts of :data:`PART` bytes, the last one smaller."""
-    starts = range(0, len(data) or 1, PART)
-    if isinstance(data, Section):
-        return [data.part(start, min(PART, len(data) - start)) for start in starts]
-    return [data[start : start + PART] for start in starts]
 
 
 def _host_of(url: str) -> str:

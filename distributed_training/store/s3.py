@@ -139,10 +139,7 @@ def endpoint_of(settings: StoreSettings, account_id: str | None = None) -> str:
 
     Raises ValueError if there is neither ``--r2.endpoint_url`` nor a valid account id.
     """
-    if settings.endpoint_url:
-        return settings.endpoint_url
-    account = account_id or settings.account_id or ""
-    return r2_endpoint(account)
+    return settings.endpoint_url or r2_endpoint(account_id or settings.account_id or "")
 
 
 @dataclass(frozen=True)
@@ -438,13 +435,11 @@ class S3ObjectStore:
 
     def list_parts(self, key: str, upload_id: str) -> list[PartInfo]:
         with self._errors("list", key):
+            pages = self._pages("list_parts", Key=self._prefix + key, UploadId=upload_id)
             return [
-                part
-                for page in islice(
-                    self._pages("list_parts", Key=self._prefix + key, UploadId=upload_id),
-                    _MOST_PAGES,
-                )
-                for part in _parts(page)
+                PartInfo(part["PartNumber"], part["Size"], _etag_of(part))
+                for page in islice(pages, _MOST_PAGES)
+                for part in page.get("Parts", ())
             ]
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[PartInfo]) -> str:
@@ -660,10 +655,6 @@ def _ask_past_caches(params: Any, model: Any, context: Any, **_: Any) -> None:
 def _etag_of(answer: dict[str, Any]) -> str:
     """Return the etag of an answer without quotes, and without the mark of a weak one."""
     return str(answer["ETag"]).removeprefix("W/").strip('"')
-
-
-def _parts(page: dict[str, Any]) -> list[PartInfo]:
-    return [PartInfo(p["PartNumber"], p["Size"], _etag_of(p)) for p in page.get("Parts", ())]
 
 
 def base64_md5(md5: str) -> str:
