@@ -383,31 +383,19 @@ def check_keys(config: Config) -> Iterator[str]:
     wanted = "one to read and write"
     if not config.has_bucket:
         where, wanted = "a key of the store", "write and delete"
-    missing = [variable for variable, text in _keys_of(config).items() if not text]
+    keys = {}
+    for variable in config.key_variables:
+        value = getattr(config.store, variable.removeprefix("R2_").lower())
+        keys[variable] = value.get_secret_value() if isinstance(value, SecretStr) else value or ""
     # Report only this, since missing keys need no comparison.
-    if missing:
+    if missing := [variable for variable, text in keys.items() if not text]:
         yield (
             f"{', '.join(missing)} not set, so nothing could be uploaded: put them into .env "
             f"({where} to read, {wanted})"
         )
         return
-    yield from key_faults(config)
-
-
-def _keys_of(config: Config) -> dict[str, str]:
-    keys = {}
-    for variable in config.key_variables:
-        value = getattr(config.store, variable.removeprefix("R2_").lower())
-        keys[variable] = value.get_secret_value() if isinstance(value, SecretStr) else value or ""
-    return keys
-
-
-def key_faults(config: Config) -> Iterator[str]:
-    """Yield a line for each wrong key of the store, which names its variable."""
     if not config.has_bucket:
         return  # no key is published
-    keys = _keys_of(config)
-    own_store = config.store.endpoint_url is not None
     for part in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
         if "" != keys[f"R2_READ_{part}"] == keys[f"R2_WRITE_{part}"]:
             yield (
