@@ -1,4 +1,4 @@
-"""A neuron as others see it: its hotkey, its address, and its identity in the swarm.
+"""A neuron as others see it: its hotkey and its address.
 
 Only the hotkey of the bittensor wallet is read, never the coldkey. Its files are read and written
 by ``bittensor_core``, as bittensor does: members of a registry's network need no more of it.
@@ -209,11 +209,3 @@ async def _find_address(
             if found[str(address)] == _ALIKE:
                 return str(address), sorted(found)
     return None, sorted(found)
-
-
-# --- in the swarm ---------------------------------------------------------------------------------
-
-
-def identity_file(run_folder: Path) -> Path:
-    """Return the path at which the swarm of a neuron expects its identity."""
-    return run_folder / "swarm" / "identity.key"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from bittensor_core import verify
 
-from distributed_training.chain.identity import AddressUnknown, identity_file
+from distributed_training.chain.identity import AddressUnknown
 from distributed_training.common.processes import ChildProcess
 from distributed_training.config import Config
 from distributed_training.node.identity import Member, announce, public_address
@@ -85,7 +85,7 @@ def open_peer(
     """Start a member's peer process. ``folder``: of the run. Raises OSError."""
     from .hivemind import Settings, start_peer
 
-    swarm, identity = config.swarm, identity_file(folder).absolute()
+    swarm, identity = config.swarm, (folder / "swarm" / "identity.key").absolute()
     identity.parent.mkdir(parents=True, exist_ok=True)
     left = (config.rounds.grace - config.rounds.average_after).total_seconds()
     port = swarm.dht_external_port or swarm.dht_port

@@ -10,7 +10,6 @@ from typing import Any
 
 from hivemind.p2p import P2P, PeerID
 
-from distributed_training.chain.identity import identity_file
 from distributed_training.config import Config
 from distributed_training.exchange.hivemind import (
     Membership,
@@ -39,7 +38,7 @@ class MemberPeer:
     def __init__(self, world: HivemindWorld, uid: int, kind: str = "") -> None:
         self.world, self.uid = world, uid
         folder = world.folder / f"peer-{uid}"
-        identity = identity_file(folder)
+        identity = folder / "swarm" / "identity.key"
         identity.parent.mkdir(parents=True)
         P2P.generate_identity(str(identity))
         self.id = str(PeerID.from_identity(identity.read_bytes()))
