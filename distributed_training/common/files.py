@@ -174,20 +174,18 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
     return json_line(data) if len(data) <= LARGEST_JSON else None
 
 
-def read_state(
-    path: Path, kind: type[State], *, lost: str, at_most: int = LARGEST_STATE
-) -> State | None:
+def read_state(path: Path, kind: type[State], *, lost: str) -> State | None:
     """Return what :func:`write_state` wrote: a dataclass of type ``kind``; None without a file.
 
-    A file that holds no ``kind``, or more than ``at_most`` bytes, is damaged: it is renamed to
-    ``NAME.damaged``, one WARNING names it and ends with ``lost``, the consequence, and None is
+    A file that holds no ``kind``, or more than ``LARGEST_STATE`` bytes, is damaged: it is renamed
+    to ``NAME.damaged``, one WARNING names it and ends with ``lost``, the consequence, and None is
     returned. A file that cannot be read stays where it is, with such a line. Fields that ``kind``
     does not have are left out: another version may have written them.
     """
     try:
         with path.open("rb") as file:
-            data = file.read(at_most + 1)
-        if len(data) <= at_most:
+            data = file.read(LARGEST_STATE + 1)
+        if len(data) <= LARGEST_STATE:
             adapter = adapter_of(kind)  # type: ignore[arg-type]  # a class is hashable
             state: State = adapter.validate_json(data, strict=True)
             return state

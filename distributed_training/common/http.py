@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
@@ -22,10 +22,7 @@ def run_to_end(work: Coroutine[Any, Any, Found], runner: asyncio.Runner | None =
 
     ``runner``: in whose loop; None: in one of its own. An interrupt cancels the coroutine.
     """
-
-    def run(work: Coroutine[Any, Any, Found]) -> Found:
-        return asyncio.run(work) if runner is None else runner.run(work)
-
+    run: Callable[[Coroutine[Any, Any, Found]], Found] = (runner or asyncio).run
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -86,8 +86,3 @@ def plugin_environment() -> dict[str, str]:
     """Return the variables with which a child imports the same modules, from the same path."""
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return path | ({PLUGINS: " ".join(_imported)} if _imported else {})
-
-
-def import_inherited_plugins() -> None:
-    """Import what the process that started this one has imported. Raises PluginError."""
-    import_plugins(os.environ.get(PLUGINS, "").split())

@@ -40,7 +40,7 @@ import itertools
 import math
 import os
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -289,17 +289,12 @@ def host_memory(shape: ModelShape, how: Arrangement) -> int:
     moments = 0.0
     if how.offload_optimizer:
         tensors = shape.tensors if shape.part is None else [(n,)]
-        pinned = sum(_pinned(tensors, how.world_size))
+        # torch pins the rows of each rank, float32, in memory of a power of two.
+        sizes = (math.ceil(s[0] / how.world_size) * math.prod(s[1:]) for s in tensors)
+        pinned = sum(how.world_size * 4 * 2 ** (size - 1).bit_length() for size in sizes)
         moments = how.moments * (pinned if how.cuda else 4 * n)
     passing = (8 + 4 * how.moments) * n
     return round(16 * n + moments + passing + on_device) + how.workers * WORKER_BYTES
-
-
-def _pinned(tensors: Iterable[tuple[int, ...]], ranks: int) -> Iterator[int]:
-    """Yield the bytes of pinned host memory that all ranks' rows of each float32 tensor take."""
-    for shape in tensors:
-        rows = math.ceil(shape[0] / ranks) * math.prod(shape[1:])
-        yield ranks * 4 * 2 ** (rows - 1).bit_length()
 
 
 def disk_space(shape: ModelShape, *, keep_checkpoints: int, moments: float = 2) -> int:

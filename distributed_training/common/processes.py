@@ -40,7 +40,7 @@ import psutil
 from pydantic import Field
 
 from .backoff import Backoff
-from .kinds import import_inherited_plugins, plugin_environment
+from .kinds import PLUGINS, import_plugins, plugin_environment
 
 log = logging.getLogger(__name__)
 
@@ -541,7 +541,7 @@ class ParentConnection:
         if ends is not None:
             die_with_parent(ends)  # this also ends a child that is stopped or hangs
         if plugins:
-            import_inherited_plugins()
+            import_plugins(os.environ.get(PLUGINS, "").split())
         self._connection = Connection(int(sys.argv[-1]))
         self._lock = threading.Lock()
 
