@@ -106,7 +106,14 @@ class RowsTokens:
     def block(self, block: int, pages: int) -> SourceTokens:
         empty = np.zeros(0, dtype=np.int32)
         try:
-            chosen = self._choose(block, pages)
+            outer_step, first = place_of(block)
+            chosen = self._spec.draw_pages(
+                uid=self._spec.uid,
+                outer_step=outer_step,
+                first=first + self._spec.rank * self._spec.settings.pages_per_block,
+                count=pages,
+                num_rows=self._source.num_rows(),
+            )
         # The page selection raises ValueError if it finds no config, or only one that is too small.
         except (PageUnavailable, ValueError) as error:
             self._counts.add("pages_missing", pages)
@@ -131,16 +138,6 @@ class RowsTokens:
                 continue
             pieces.append(tokens)
         return SourceTokens(np.concatenate(pieces) if pieces else empty, missing)
-
-    def _choose(self, block: int, pages: int) -> list[Page]:
-        outer_step, first = place_of(block)
-        return self._spec.draw_pages(
-            uid=self._spec.uid,
-            outer_step=outer_step,
-            first=first + self._spec.rank * self._spec.settings.pages_per_block,
-            count=pages,
-            num_rows=self._source.num_rows(),
-        )
 
     def _fetch(self, page: Page) -> list[str] | PageUnavailable:
         config, row, split = page

@@ -220,16 +220,15 @@ class DataPipeline:
             log.warning("A page of block %d is left out: %s", answer.block, problem)
         if not answer.kept:
             self._prepare_seconds = _mean(self._prepare_seconds, answer.seconds)
-        self._blocks[answer.block] = self._open(answer) if answer.sequences else self._nothing
-
-    def _open(self, prepared: Prepared) -> np.ndarray[Any, Any]:
-        try:
-            # Do not verify again: the worker has just checked or written the file.
-            return open_shard(prepared.path, verify=False)[1]
-        except (OSError, ShardError) as error:
-            log.warning("Block %d is left out: %s", prepared.block, error)
-            self._counts["blocks_failed"] += 1
-            return self._nothing
+        held = self._nothing
+        if answer.sequences:
+            try:
+                # Do not verify again: the worker has just checked or written the file.
+                _, held = open_shard(answer.path, verify=False)
+            except (OSError, ShardError) as error:
+                log.warning("Block %d is left out: %s", answer.block, error)
+                self._counts["blocks_failed"] += 1
+        self._blocks[answer.block] = held
 
     # --- the block in training -----------------------------------------------------------------
 
@@ -253,7 +252,15 @@ class DataPipeline:
         self._begun_at, self._served = now, 0
         self._current, self._sequences = block, sequences
         self._offset = start
-        self._forget_before(block)
+        # The blocks that were requested earlier were trained on, or had nothing.
+        for earlier in [*itertools.takewhile(lambda each: each != block, self._blocks)]:
+            del self._blocks[earlier]
+        with contextlib.suppress(OSError):  # the disk may be away, or read-only
+            files = sorted(self._block_folder.glob(f"*{SUFFIX}"), key=lambda p: p.stat().st_mtime)
+            for path in files[:-_KEPT_FILES]:
+                number = path.name.removesuffix(SUFFIX)
+                if not number.isdigit() or int(number) not in self._blocks:
+                    path.unlink(missing_ok=True)
         if self._timed >= _TIMED_LEAST:
             self._compare_speeds()
 
@@ -355,17 +362,6 @@ class DataPipeline:
             return _LEAST_AHEAD
         needed = math.ceil(self._prepare_seconds / self._train_seconds) + 1
         return max(_LEAST_AHEAD, min(_MOST_AHEAD, needed))
-
-    def _forget_before(self, block: int) -> None:
-        """Drop the blocks that were requested earlier: they were trained on, or had nothing."""
-        for earlier in [*itertools.takewhile(lambda each: each != block, self._blocks)]:
-            del self._blocks[earlier]
-        with contextlib.suppress(OSError):  # the disk may be away, or read-only
-            files = sorted(self._block_folder.glob(f"*{SUFFIX}"), key=lambda p: p.stat().st_mtime)
-            for path in files[:-_KEPT_FILES]:
-                number = path.name.removesuffix(SUFFIX)
-                if not number.isdigit() or int(number) not in self._blocks:
-                    path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """End the workers. Batches handed out stay valid."""
