@@ -82,8 +82,8 @@ def test_muon_saves_what_the_page_of_requirements_says() -> None:
 
     gpu, host, disk = (round(most - least) for most, least in zip(used(2), used(1), strict=True))
     page = (Path(__file__).parents[2] / "docs" / "requirements.md").read_text()
-    said = f"less GPU memory, {host} bytes less host memory and {disk} bytes less disk"
-    assert f"With Muon, plan up to {gpu} bytes per parameter {said}" in " ".join(page.split())
+    said = f"{gpu} bytes less of GPU memory, {host} of host memory and {disk} of disk"
+    assert f"With Muon, each parameter takes up to {said}" in " ".join(page.split())
 
 
 #: Largest micro-batch by the card's memory in GB: 1b on one GPU and on four, then 4b.
