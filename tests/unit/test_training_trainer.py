@@ -243,13 +243,6 @@ def test_a_parameter_without_a_gradient_ends_the_miner_instead_of_learning() -> 
     assert same(before, whole_weights(made))
 
 
-def test_out_of_memory_with_one_sequence_ends_with_advice() -> None:
-    made = trainer(local_batch_size_train=1)
-    fail_in_a_backward(made, 2, OUT_OF_MEMORY)
-    with pytest.raises(torch.OutOfMemoryError, match="in the next way that takes less"):
-        train(made, 0, 1)
-
-
 def test_the_end_of_the_schedule_is_warned_of_once_and_steps_go_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
