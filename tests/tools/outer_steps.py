@@ -36,8 +36,9 @@ RUN_ID = "0123456789ab"
 MASTER = "5GrwvaEF5zXb26Fz9rcQpDWS57CtERHpNehXCPcNoHGKutQY"
 #: The (uid, outer step) of an upload that a bucket here has carried over.
 CARRIED = (2, 5)
+Schema = list[tuple[str, tuple[int, ...]]]
 #: Whole groups and short ones, a vector that is longer than a group, a scalar.
-SCHEMA = [("a", (3, 300)), ("b", (257,)), ("c", (2, 2, 130)), ("d", ())]
+SCHEMA: Schema = [("a", (3, 300)), ("b", (257,)), ("c", (2, 2, 130)), ("d", ())]
 
 
 def drawn(seed: int, scale: float = 1.0) -> list[Tensor]:
@@ -78,15 +79,17 @@ def header(kind: str, outer_step: int, *, hotkey: str = MASTER, **changes: objec
     return Header(**values | changes)  # type: ignore[arg-type]
 
 
-def write_file(path: Path, tensors: list[Tensor], head: Header) -> UpdateFile:
+def write_file(
+    path: Path, tensors: Sequence[Tensor], head: Header, schema: Schema = SCHEMA
+) -> UpdateFile:
     """Write tensors of the schema as an upload or an update, and open it."""
-    layout = UpdateLayout.of(SCHEMA, head)
+    layout = UpdateLayout.of(schema, head)
     path.parent.mkdir(parents=True, exist_ok=True)
     for index, tensor in enumerate(tensors):
         write_rows(path, layout, index, 0, tensor.view(rows_and_columns(tensor.shape)))
     finish(path, layout, sign)
     return UpdateFile.open(
-        path, SCHEMA, run_id=RUN_ID, kind=head.kind, hotkey=head.hotkey, verify=verify
+        path, schema, run_id=RUN_ID, kind=head.kind, hotkey=head.hotkey, verify=verify
     )
 
 

@@ -8,16 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from distributed_training.protocol.update_file import (
-    UpdateFile,
-    UpdateLayout,
-    finish,
-    rows_and_columns,
-    write_rows,
-)
+from distributed_training.protocol.update_file import UpdateFile
 from distributed_training.training.outer_step import OuterStep
 from distributed_training.training.trainer import Trainer
-from tests.tools.outer_steps import header, sign
+from tests.tools.outer_steps import header, write_file
 
 Schema = Sequence[tuple[str, tuple[int, ...]]]
 
@@ -29,11 +23,7 @@ def store_step(made: Trainer) -> OuterStep:
 
 def write_update(path: Path, schema: Schema, movement: Sequence[Tensor]) -> UpdateFile:
     """Write the update that moves all weights by about ``-movement``."""
-    layout = UpdateLayout.of(list(schema), header("update", 0))
-    for index, rows in enumerate(movement):
-        write_rows(path, layout, index, 0, rows.reshape(rows_and_columns(rows.shape)))
-    finish(path, layout, sign)
-    return UpdateFile.reopen(path, list(schema))
+    return write_file(path, movement, header("update", 0), schema=list(schema))
 
 
 def decoded(path: Path, schema: Schema) -> list[Tensor]:
