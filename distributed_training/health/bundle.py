@@ -39,17 +39,6 @@ RUN_FILES = (
 )
 
 
-def find_secrets(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield the secrets of settings, ``.env`` and environment."""
-    for value in config.values.values():
-        if isinstance(value, SecretStr):
-            yield value.get_secret_value()
-    lines: Mapping[str, str] = {}
-    with contextlib.suppress(ConfigError):  # raised for a damaged file
-        lines = read_dotenv(Path(".env"))
-    yield from (text for name, text in {**lines, **environ}.items() if is_secret(name))
-
-
 def find_log(pid: int | None) -> Path | None:
     """Return the file that pm2 writes this miner's lines to, or that they were redirected to."""
     if pid is not None:
@@ -111,7 +100,12 @@ def write_bundle(
     ``log``: the miner's log, whose end goes into the archive. Raises ConfigError for a file that is
     there already, or cannot be written.
     """
-    for secret in find_secrets(config, environ):
+    settings = config.values.values()
+    secrets = [value.get_secret_value() for value in settings if isinstance(value, SecretStr)]
+    with contextlib.suppress(ConfigError):  # raised for a damaged file
+        environ = {**read_dotenv(Path(".env")), **environ}
+    secrets += [text for name, text in environ.items() if is_secret(name)]
+    for secret in secrets:
         for text in {secret, *secret.splitlines()}:
             register_secret(text)
     lines, packed = [], io.BytesIO()

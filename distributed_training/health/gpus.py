@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -139,7 +139,8 @@ def keep_driver_open() -> None:
 
 def _of_gpu(device: int, read: Callable[[Any, Any], T], patience: float) -> T | None:
     def read_one(nvml: Any) -> T | None:
-        handles = _handles(nvml)
+        kept = [handles for library, handles in _kept if library is nvml]
+        handles = kept[0] if kept else _visible_handles(nvml)
         return read(nvml, handles[device]) if 0 <= device < len(handles) else None
 
     return _ask(patience, None, read_one)
@@ -186,19 +187,22 @@ def _start() -> Any:
     return pynvml
 
 
-def _handles(nvml: Any) -> list[Any]:
-    for library, handles in _kept:
-        if library is nvml:
-            return handles
-    return _visible_handles(nvml)
-
-
 def _visible_handles(nvml: Any) -> list[Any]:
     """List the handles that the environment names; like CUDA's, it ends at the first bad entry."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return list(_all_handles(nvml))
     handles = []
+    if chosen is None:
+        try:
+            count = nvml.nvmlDeviceGetCount()
+        except nvml.NVMLError:
+            # The driver was updated meanwhile, or a card hangs. This is no error for the launcher,
+            # which waits for a driver as for a disk.
+            return []
+        for index in range(count):
+            # A card that fell off the bus is still counted; the others can be used.
+            with contextlib.suppress(nvml.NVMLError):
+                handles.append(nvml.nvmlDeviceGetHandleByIndex(index))
+        return handles
     for word in (word.strip() for word in chosen.split(",")):
         try:
             if word.startswith(("GPU-", "MIG-")):
@@ -210,19 +214,6 @@ def _visible_handles(nvml: Any) -> list[Any]:
         except nvml.NVMLError:
             break
     return handles
-
-
-def _all_handles(nvml: Any) -> Iterator[Any]:
-    try:
-        count = nvml.nvmlDeviceGetCount()
-    except nvml.NVMLError:
-        # The driver was updated meanwhile, or a card hangs. This is no error for the launcher,
-        # which waits for a driver as for a disk.
-        return
-    for index in range(count):
-        # A card that fell off the bus is still counted; the others can be used.
-        with contextlib.suppress(nvml.NVMLError):
-            yield nvml.nvmlDeviceGetHandleByIndex(index)
 
 
 # --- the report of a start ---------------------------------------------------------------------

@@ -167,21 +167,20 @@ def check_gpus(examination: Examination) -> Iterator[Check]:
         yield Check("gpu", "fail", finding, remedy)
     else:
         for index in range(wanted):
-            yield _check_gpu(examination, index)
-
-
-def _check_gpu(examination: Examination, index: int) -> Check:
-    name, sample = f"gpu {index}", sample_gpu(index)
-    if sample is None:
-        return Check(name, "fail", "the driver does not answer for it", "nvidia-smi; then reboot")
-    used, total = sample.memory_used_gb, sample.memory_total_gb
-    finding = f"{sample.name}, {used:.1f} of {total:.1f} GB in use"
-    if examination.running:
-        return Check(name, "ok", f"{finding}, by the running miner")
-    if used > 0.1 * total:  # the driver's own share is less than that
-        remedy = "another program holds memory: nvidia-smi shows which"
-        return Check(name, "warn", finding, remedy)
-    return Check(name, "ok", finding)
+            name, sample = f"gpu {index}", sample_gpu(index)
+            if sample is None:
+                finding = "the driver does not answer for it"
+                yield Check(name, "fail", finding, "nvidia-smi; then reboot")
+                continue
+            used, total = sample.memory_used_gb, sample.memory_total_gb
+            finding = f"{sample.name}, {used:.1f} of {total:.1f} GB in use"
+            if examination.running:
+                yield Check(name, "ok", f"{finding}, by the running miner")
+            elif used > 0.1 * total:  # the driver's own share is less than that
+                remedy = "another program holds memory: nvidia-smi shows which"
+                yield Check(name, "warn", finding, remedy)
+            else:
+                yield Check(name, "ok", finding)
 
 
 # --- model, memory ------------------------------------------------------------------------------
@@ -235,7 +234,10 @@ def check_memory(examination: Examination) -> Iterator[Check]:
         workers=examination.ranks,
     )
     has = {kind: there for kind, there in (("gpu", gpu), ("host", host_bytes())) if there}
-    ways = [_memory_of(shape, way) for way in list_ways(least, keep=[False])]
+    ways = [
+        ({"gpu": device_memory(shape, way)} if way.cuda else {}) | {"host": host_memory(shape, way)}
+        for way in list_ways(least, keep=[False])
+    ]
     if config.kind == "validator":  # weights, momentum, a round's buffers and their average
         ways = [{"host": 16 * shape.trained + shape.frozen_bytes}]
     shares = [{kind: way[kind] / has[kind] for kind in way if kind in has} for way in ways]
@@ -251,11 +253,6 @@ def check_memory(examination: Examination) -> Iterator[Check]:
             yield Check(f"{kind} memory", "warn", f"{finding}: tight", remedy)
         else:
             yield Check(f"{kind} memory", "ok", finding)
-
-
-def _memory_of(shape: ModelShape, way: Arrangement) -> dict[str, int]:
-    host = host_memory(shape, way)
-    return {"gpu": device_memory(shape, way), "host": host} if way.cuda else {"host": host}
 
 
 def count_moments(training: TrainingSettings, shape: ModelShape) -> float:
