@@ -121,7 +121,15 @@ class Blocks:
                 if (again := self._skipped()) is not None:
                     what = f"{describe(block)} has no data for at least one rank and is skipped"
                     log.warning("%s%s", what, again)
-        request = self._next_request()
+        request = 0
+        if self._ahead:
+            request = self._ahead.pop(0)
+        elif len(self._queue) < max(1, self._data.depth) and self._clock() >= self._asks_from:
+            page = self._next[self._outer_step]
+            self._next[self._outer_step] = page + self._size
+            request = block_at(self._outer_step, page)
+        if request:
+            self._queue[request] = 0
         block, sequences = next(iter(self._queue.items()), (0, 0))
         if not (may_begin and sequences) or self._remaining:
             return DataPart(request)
@@ -132,18 +140,6 @@ class Blocks:
         self._current = block
         self._remaining = max(0, sequences - start) // self._micro_batch_size
         return DataPart(request, block, sequences, start) if self._remaining else DataPart(request)
-
-    def _next_request(self) -> int:
-        if self._ahead:
-            block = self._ahead.pop(0)
-        elif len(self._queue) >= max(1, self._data.depth) or self._clock() < self._asks_from:
-            return 0
-        else:
-            page = self._next[self._outer_step]
-            self._next[self._outer_step] = page + self._size
-            block = block_at(self._outer_step, page)
-        self._queue[block] = 0
-        return block
 
     # --- what was trained ----------------------------------------------------------------------
 

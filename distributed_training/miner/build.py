@@ -55,7 +55,6 @@ from distributed_training.store.errors import StoreError
 from distributed_training.store.transfer import describe_full_disk
 from distributed_training.telemetry import EventLog, MetricsFile
 from distributed_training.telemetry.facts import Facts
-from distributed_training.telemetry.metrics import unix_time
 from distributed_training.telemetry.own_facts import OwnFacts
 from distributed_training.telemetry.trackers import open_trackers
 from distributed_training.training.checkpoint import (
@@ -195,26 +194,6 @@ def open_data(context: RankContext, info: StartupInfo, micro_batch_size: int) ->
     )
     context.stack.callback(data.close)
     return data
-
-
-def open_blocks(context: RankContext, training: RankParts, *, uid: int) -> Blocks:
-    """Return the count of pages as the checkpoint left it."""
-    if training.data is None:
-        return NoBlocks()
-    blocks = Blocks(
-        data=training.data,
-        ranks=context.ranks,
-        micro_batch_size=training.trainer.micro_batch_size,
-        pages=context.config.data.pages_per_block,
-        uid=uid,
-        outer_step=training.trainer.outer_step,
-    )
-    blocks.load_state_dict(
-        training.kept.get("rank_zero", {}).get("blocks", {}),
-        training.kept.get("data", {}),
-        exact=training.checkpointer.exact,
-    )
-    return blocks
 
 
 @dataclass(frozen=True)
@@ -378,7 +357,21 @@ class RankZero:
         needed = largest_file(trainer.schema, config.rounds.codec)
         needed += checkpoint_bytes(trained, trainer.moments)
         often = config.miner.checkpoint_steps
-        self.blocks = open_blocks(context, training, uid=info.uid)
+        self.blocks: Blocks = NoBlocks()
+        if training.data is not None:
+            self.blocks = Blocks(
+                data=training.data,
+                ranks=context.ranks,
+                micro_batch_size=trainer.micro_batch_size,
+                pages=config.data.pages_per_block,
+                uid=info.uid,
+                outer_step=trainer.outer_step,
+            )
+            self.blocks.load_state_dict(
+                training.kept.get("rank_zero", {}).get("blocks", {}),
+                training.kept.get("data", {}),
+                exact=training.checkpointer.exact,
+            )
         self.controller = Controller(
             state=MinerState(
                 mode=Mode.TRAINING, outer_step=trainer.outer_step, inner_step=trainer.inner_step
@@ -409,9 +402,11 @@ class RankZero:
         rounds, chain = self._connections.rounds, self._connections.member.chain
 
         def measured() -> dict[str, Any]:
+            # Converted, since a monotonic moment means nothing to another process.
+            silent, ahead = rounds.silent_since, time.time() - time.monotonic()
             return {
                 **chain_facts(chain, self._info.hotkey, time.time()),
-                "store_silent_since": unix_time(rounds.silent_since),
+                "store_silent_since": None if silent is None else silent + ahead,
                 "store_trouble": rounds.trouble,
                 "gate": rounds.gate,
                 "network_step": of_close("outer_step")(),
@@ -618,21 +613,21 @@ def resume_training(
     Raises:
         NetworkFailure: Where the weights are not this model's.
     """
+    kept: dict[str, Any] = {}
     if (restored := checkpointer.restore()) is not None:
         progress, kept = restored
         log.info(
             "Resumed at outer step %d, inner step %d", progress.outer_step, progress.inner_step
         )
-        # The checkpoint may be older than what is known of the network's place.
-        trainer.follow_schedule(info.global_outer_step, info.inner_steps)
-        return kept
-    try:
-        weights = None if global_folder is None else global_folder / keys.MODEL
-        trainer.load_global(weights, info.global_outer_step)
-    except ValueError as error:  # on all ranks alike; nothing has changed
-        raise NetworkFailure(
-            f"the network's weights do not fit this program ({error}), so nothing is trained: look "
-            "for a newer version; other weights are fetched as soon as they are published"
-        ) from None
+    else:
+        try:
+            weights = None if global_folder is None else global_folder / keys.MODEL
+            trainer.load_global(weights, info.global_outer_step)
+        except ValueError as error:  # on all ranks alike; nothing has changed
+            raise NetworkFailure(
+                f"the network's weights do not fit this program ({error}), so nothing is trained: "
+                "look for a newer version; other weights are fetched as soon as they are published"
+            ) from None
+    # A checkpoint may be older than what is known of the network's place.
     trainer.follow_schedule(info.global_outer_step, info.inner_steps)
-    return {}
+    return kept

@@ -271,12 +271,6 @@ class MinerState:
                 return upload
         return None
 
-    @property
-    def holds_copies(self) -> bool:
-        """Return whether a round holds host memory: no checkpoint is due then."""
-        writes = self.upload is not None and self.upload.stage is not Stage.ENDED
-        return writes or self.update is not None
-
     def clear_unsaved(self) -> MinerState:
         """Return the state after a checkpoint or a roll-back: no inner step is unsaved."""
         return replace(self, unsaved_steps=0, unsaved_seconds=0.0)

@@ -307,7 +307,9 @@ class RankLoop(ABC):
                 # A thread writes it, and threads do not outlive the process.
                 self._checkpointer.wait()
                 return ev.Stopped(command.exit_status)
-        return self._round_rank.carry_out(command, self._progress(command.local))
+            case Action.OUTER_STEP:
+                return self._round_rank.apply_update(command.local)
+        return self._round_rank.write_upload(command.local, self._progress())
 
     @abstractmethod
     def _micro_batch(self) -> ev.Event | None:
@@ -331,7 +333,7 @@ class RankLoop(ABC):
                 self._ranks.report_ready(block, sequences)
                 self._requested.discard(block)
 
-    def _progress(self, local: LocalPart) -> Progress:
+    def _progress(self) -> Progress:
         return Progress(
             outer_step=self._weights.outer_step,
             inner_step=self._weights.inner_step,
@@ -340,7 +342,7 @@ class RankLoop(ABC):
 
     def _save_checkpoint(self, local: LocalPart) -> None:
         position = {} if self._data is None else self._data.state_dict()
-        self._checkpointer.save({"data": position, **local.kept}, self._progress(local))
+        self._checkpointer.save({"data": position, **local.kept}, self._progress())
 
     def _save_last(self, local: LocalPart) -> None:
         """Save the checkpoint of a stop."""

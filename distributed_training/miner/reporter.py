@@ -288,7 +288,13 @@ class Metrics:
                 state.update is not None and self._joined()
             ):
                 # A miner that applied an update without a share in it took no part.
-                self._count_round(ok and state.update.base is Base.MERGED)
+                took_part = ok and state.update.base is Base.MERGED
+                registry.add("rounds_total")
+                registry.add("rounds_failed_total", not took_part)
+                self._last_rounds.append(took_part)
+                failed = list(itertools.takewhile(lambda ok: not ok, reversed(self._last_rounds)))
+                registry.set("rounds_failed_in_a_row", len(failed))
+                registry.set("round_participation_ratio", fmean(self._last_rounds))
                 registry.add("rounds_missed_total", max(0, reached - state.outer_step - 1))
             case ev.UploadEnded(cause=problem, size=size):
                 registry.add("publications_total")
@@ -300,15 +306,6 @@ class Metrics:
                 self._skipped[kind] += 1
             case ev.Stopped():  # the last figures, which stay in the file
                 self._file.write(self._gather_figures, at_once=True)
-
-    def _count_round(self, took_part: bool) -> None:
-        registry = self._file.registry
-        registry.add("rounds_total")
-        registry.add("rounds_failed_total", not took_part)
-        self._last_rounds.append(took_part)
-        failed = list(itertools.takewhile(lambda ok: not ok, reversed(self._last_rounds)))
-        registry.set("rounds_failed_in_a_row", len(failed))
-        registry.set("round_participation_ratio", fmean(self._last_rounds))
 
     def _gather_figures(self) -> None:
         registry = self._file.registry

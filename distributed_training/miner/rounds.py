@@ -46,7 +46,6 @@ from . import events as ev
 from .events import (
     Action,
     Applied,
-    Command,
     Decision,
     LocalPart,
     MinerState,
@@ -148,7 +147,8 @@ def _count_step(state: MinerState, done: ev.InnerStepDone, rules: Rules) -> Deci
     after, follows = _answer_close(state, rules)
     # Write no checkpoint in a round either, since its copies would be in host memory next to the
     # round's.
-    if follows or report.skipped or state.holds_copies:
+    copies = state.upload is not None and state.upload.stage is not Stage.ENDED
+    if follows or report.skipped or copies or state.update is not None:
         return after, follows
     # Time counts as well as steps: a checkpoint has 16 bytes per parameter, and a GPU may take 25
     # steps in a minute.
@@ -266,12 +266,6 @@ class RoundRank:
         self._sign = sign
         self._handle: UploadHandle | None = None  # handle of the last upload
 
-    def carry_out(self, command: Command, progress: Progress) -> ev.Event | None:
-        """Carry out this boundary's part of a round. Collective."""
-        if command.action is Action.OUTER_STEP:
-            return self._apply_update(command.local)
-        return self._write_upload(command.local, progress)
-
     def adopt(self, codec: str) -> None:
         """Write uploads by ``codec`` from here on."""
         if self._header is not None:
@@ -282,7 +276,8 @@ class RoundRank:
         if self._handle is not None:
             self._handle.cancel()
 
-    def _write_upload(self, local: LocalPart, progress: Progress) -> ev.Event | None:
+    def write_upload(self, local: LocalPart, progress: Progress) -> ev.Event | None:
+        """Begin to write the upload of a close, or progress. Collective."""
         self.give_up()  # it belongs to a close that has moved
         if self._uploads is None or self._header is None or (close := local.close) is None:
             with contextlib.suppress(OSError, RankFailedError):  # rank 0 reports the event
@@ -302,8 +297,8 @@ class RoundRank:
             return ev.UploadEnded(close, problem)
         return ev.UploadBegun(close, self._handle, progress)
 
-    def _apply_update(self, local: LocalPart) -> ev.OuterStepEnded:
-        """Take the outer step of the update, on all ranks or on none."""
+    def apply_update(self, local: LocalPart) -> ev.OuterStepEnded:
+        """Take the outer step of the update, on all ranks or on none. Collective."""
         trainer, detail, began = self._trainer, "", time.perf_counter()
         try:
             trainer.prepare_update(local.update)

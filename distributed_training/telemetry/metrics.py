@@ -158,12 +158,6 @@ _may_complain = Throttle(24 * 3600.0)
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_]")
 
 
-def unix_time(moment: float | None) -> float | None:
-    """Return the Unix seconds of a ``time.monotonic()`` moment, for a timestamp metric."""
-    # Convert monotonic moments, which mean nothing to another process or after a restart.
-    return None if moment is None else moment - time.monotonic() + time.time()
-
-
 class MetricsRegistry(Collector):
     """The figures of all metrics, by name. Any thread may change them.
 
