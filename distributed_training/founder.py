@@ -20,8 +20,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -95,7 +95,10 @@ class FounderPlan:
 
     @classmethod
     def of(cls, folder: Path, environ: Mapping[str, str] = os.environ) -> FounderPlan:
-        """Read the network's file and ``run.toml``. Raises ConfigError."""
+        """Read the network's file and ``run.toml``.
+
+        Raises ConfigError, also for a store's folder of the edition before or one that is missing.
+        """
         file = folder / FILE
         if not file.is_file():
             raise ConfigError(
@@ -106,8 +109,13 @@ class FounderPlan:
         given = ["--network", str(file)]
         config = rules_at(file, "validator")
         words: dict[str, list[str]] = {}
-        store = _own_store(folder, config)
-        if (url := config.chain.registry_url) is not None:
+        # The registry serves the folder where the file names the registry as the store too.
+        url, served = config.chain.registry_url, folder / STORE
+        own = url is not None and url == config.store.endpoint_url
+        if own or served.exists():
+            refuse_old_store(served)
+        store = served if own else None
+        if url is not None:
             words[_REGISTRY] = [*given, "--folder", str(folder / _REGISTRY)]
             # If no proxy is in front, members reach the registry itself.
             place = _place(url if config.chain.private else "")
@@ -177,18 +185,6 @@ def read_more(path: Path) -> dict[str, list[str]]:
             for word in (f"--{flag}", str(each))
         ]
     return found
-
-
-def _own_store(folder: Path, config: Config) -> Path | None:
-    """Return the folder that the registry serves; None: the network's store is another.
-
-    Raises ConfigError for one of the edition before, or where it is not there.
-    """
-    store, endpoint = folder / STORE, config.store.endpoint_url
-    own = endpoint is not None and endpoint == config.chain.registry_url
-    if own or store.exists():
-        refuse_old_store(store)
-    return store if own else None
 
 
 def _place(url: str) -> tuple[str, int]:
@@ -267,8 +263,6 @@ class Running:
     programs: dict[str, Program] = field(default_factory=dict)
     once: tuple[str, ...] = ()  # words of the validator's first start only
     script: Path | None = None  # another validator's program
-    #: Gets each line, and the name of the program if that printed it.
-    tell: Callable[..., None] = say
 
     def start(self, name: str) -> bool:
         """Start a program and, of a service, wait until it answers; False: it never will."""
@@ -277,7 +271,7 @@ class Running:
         def log_line(line: ChildLog) -> None:
             if line.text.startswith("READY "):
                 ready.set()
-            self.tell(line.text, name)
+            say(line.text, name)
 
         signs = self.plan.signs if name == _REGISTRY else ()
         own, once = without_secrets(os.environ, keep=signs), tuple[str, ...]()
@@ -327,13 +321,13 @@ class Running:
                 if (status := program.refused) is None:
                     continue
                 if name != _VALIDATOR:
-                    self.tell(f"the {name} ended with status {status}, which no start helps")
+                    say(f"the {name} ended with status {status}, which no start helps")
                     return status
                 now = time.monotonic()
                 if not again:
                     pause = pauses.failed().total_seconds()
                     again = now + pause
-                    self.tell(
+                    say(
                         f"the validator ended with status {status}, for the reason above, so no "
                         "outer step is taken; everything else keeps running. It is started again "
                         f"in {pause:.0f} s; at once: end this program and start it again"
@@ -354,9 +348,7 @@ class Running:
         for name, program in reversed(self.programs.items()):
             limit = self.validators_stop if name == _VALIDATOR else _SERVICES_STOP
             if name == _VALIDATOR:
-                self.tell(
-                    f"stopping: the validator first, in at most {limit.total_seconds():.0f} s"
-                )
+                say(f"stopping: the validator first, in at most {limit.total_seconds():.0f} s")
             closing = threading.Thread(target=partial(program.close, timeout=limit), daemon=True)
             closing.start()
             while closing.is_alive():
@@ -366,7 +358,7 @@ class Running:
         pids = [program.pid for program in self.programs.values()]
         limit = timedelta(seconds=5)
         for left in end_sessions(pids, settle=limit, grace=limit):
-            self.tell(f"had to be ended: {left}")
+            say(f"had to be ended: {left}")
 
 
 def run(folder: Path, *, take_over: bool = False, script: Path | None = None) -> int:
@@ -375,50 +367,37 @@ def run(folder: Path, *, take_over: bool = False, script: Path | None = None) ->
     ``take_over``: its validator leads at once, although another may. ``script``: another
     validator's program. Call it in the main thread. Raises ConfigError before anything is started.
     """
-    from distributed_training.node.start import StopSignals
+    from distributed_training.node.start import StopSignals, sole_user
 
     plan = FounderPlan.of(folder)
-    with StopSignals() as signals, sole_runner(plan, signals) as running:
+    with ExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
+        lock = sole_user(plan.folder, "run.lock", "dt-network run", instead="wait for it")
+        stack.enter_context(lock)
+        running = Running(plan, signals)
+        # Processes of a killed founder may still be ending, and hold their ports until then.
+        before = read_state(plan.folder / PIDS, _Processes, lost="they are not waited for")
+        left = sessions_of(before.processes if before else ())
+        end_sessions(left, settle=timedelta(seconds=90), grace=timedelta(seconds=5))
+        stack.callback(running.end)
         config = check(plan)
         # Only at the first start: two validators that always took over would end each other.
         running.once = ("--take-over",) if take_over else ()
         running.script = script
         running.validators_stop = max(config.miner.stop_timeout, _VALIDATOR_STOPS)
         for name in plan.words:
-            if not running.start(name):
-                return _why_not(running, name)
+            if running.start(name):
+                continue
+            if signals.stop.is_set():
+                return ExitStatus.STOPPED
+            if (status := running.programs[name].refused) is not None:
+                return status
+            say(f"the {name} did not answer within {_READY.total_seconds():.0f} s, so all is ended")
+            return ExitStatus.FAULT
         # The validator loads its programs meanwhile.
         if _REGISTRY in plan.words:
             _invite(plan, config.network)
         return running.follow()
-
-
-@contextmanager
-def sole_runner(
-    plan: FounderPlan, signals: StopSignals, tell: Callable[..., None] = say
-) -> Iterator[Running]:
-    """Lock the network for this program, and end its programs at last. Raises ConfigError."""
-    from distributed_training.node.start import sole_user
-
-    with sole_user(plan.folder, "run.lock", "dt-network run", instead="wait for it"):
-        running = Running(plan, signals, tell=tell)
-        # Processes of a killed founder may still be ending, and hold their ports until then.
-        before = read_state(plan.folder / PIDS, _Processes, lost="they are not waited for")
-        left = sessions_of(before.processes if before else ())
-        end_sessions(left, settle=timedelta(seconds=90), grace=timedelta(seconds=5))
-        try:
-            yield running
-        finally:
-            running.end()
-
-
-def _why_not(running: Running, name: str) -> int:
-    if running.signals.stop.is_set():
-        return ExitStatus.STOPPED
-    if (status := running.programs[name].refused) is not None:
-        return status
-    say(f"the {name} did not answer within {_READY.total_seconds():.0f} s, so all is ended")
-    return ExitStatus.FAULT
 
 
 def _invite(plan: FounderPlan, network: Network) -> None:
