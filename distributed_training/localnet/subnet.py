@@ -548,10 +548,7 @@ class LocalSubnet:
     def _start_neuron(self, neuron: LocalNeuron) -> None:
         neuron.start()
         self._tell(f"{neuron.name} started (pid {neuron.pid}), log {neuron.log}")
-        self._write_state()
-
-    def _write_state(self) -> None:
-        """Write the state for people and tests that look from outside."""
+        # For people and tests that look from outside.
         state = {
             "pid": os.getpid(),
             "store": self.store.endpoint,
@@ -589,13 +586,6 @@ class LocalSubnet:
         settings = self._settings() | {name: given.text for name, given in more.items()}
         flags = to_toml({"registry": _REGISTRY, "validator": settings})
         write_bytes(self.folder / RUN_FILE, flags.encode(), durable=False)
-
-    @property
-    def _hands_out(self) -> bool:
-        """True where the registry gives access to the store, and no member has a bucket."""
-        options = self.options
-        default = "registry" if options.exchange == "store" else "own"
-        return options.rules.get("store.access", default) != "own"
 
     def _rules(self, master: str) -> dict[str, Any]:
         """Return the rules of this subnet. ``master``: address of the founder's key."""
@@ -661,10 +651,12 @@ class LocalSubnet:
         }
         flags = to_words(settings)
         program = [str(script)] if script else ["-m", "distributed_training.miner"]
+        usual = "registry" if self.options.exchange == "store" else "own"
+        own = self.options.rules.get("store.access", usual) == "own"  # each member has a bucket
         return LocalNeuron(
             name,
             [sys.executable, *program, *flags, *self.options.miner_flags],
-            clean_environment() | ({} if self._hands_out else self.store.keys),
+            clean_environment() | (self.store.keys if own else {}),
             folder,
             state=NeuronState(folder, uid=uid),
             world_size=ranks,

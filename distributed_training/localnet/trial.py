@@ -84,7 +84,9 @@ def run(options: argparse.Namespace) -> int:
             take_folder(folder, stack)
             print(f"creating a network of {options.members} members in {folder}", flush=True)
             with redirect_stdout(io.StringIO()):
-                period = _period_of(options)
+                # Seconds from close to close: more of them on a slow or busy machine.
+                period = founding.seconds_of(dict(options.more).get("round.period"))
+                period = period or round(_PERIOD * measure_slowness(options.members + 1))
                 founding.init(_init_options(options, network, period))
             with (network / RUN_FILE).open("a") as file:
                 file.write(_FLAGS)
@@ -120,12 +122,6 @@ def words_of(args: Sequence[str], member: int) -> list[str]:
     """Return the words of ``--args`` for the member of this number; paths become absolute."""
     words = [word.replace(MEMBER, str(member)) for word in args]
     return [str(Path(word).absolute()) if Path(word).exists() else word for word in words]
-
-
-def _period_of(options: argparse.Namespace) -> float:
-    """Return the seconds from close to close: more of them on a slow or busy machine."""
-    given = founding.seconds_of(dict(options.more).get("round.period"))
-    return given or round(_PERIOD * measure_slowness(options.members + 1))
 
 
 def _init_options(options: argparse.Namespace, network: Path, period: float) -> argparse.Namespace:
@@ -199,8 +195,19 @@ class _Trial:
                 return problem
         for member in self.members.values():
             member.state.poll()
-            if member.exit_status is not None and self.reached < self.options.rounds:
-                return self._obituary(member)
+            if member.exit_status is None or self.reached >= self.options.rounds:
+                continue
+            if not member.exit_status and not _has_joined(member):
+                return (
+                    f"{self.options.script} ended without a call of join(), so it was no member: "
+                    "see docs/join-a-script.md"
+                )
+            last = (member.last_lines() or ["it printed nothing"])[-1]
+            return (
+                f"the script of {member.name} ended with status {member.exit_status} at inner step "
+                f"{member.state.inner_step}, before outer step {self.reached + 1}: {last} "
+                f"({member.log})"
+            )
         if time.monotonic() - self.reached_at > self.longest:
             each = "; ".join(f"{m.name} {_stage(m)}" for m in self.members.values())
             return (
@@ -237,19 +244,6 @@ class _Trial:
                     return f"the uploads of {name(uid)} are refused: {reason}{more}"
                 print(f"the upload of {name(uid)} is refused: {reason}", flush=True)
         return ""
-
-    def _obituary(self, member: LocalNeuron) -> str:
-        if not member.exit_status and not _has_joined(member):
-            return (
-                f"{self.options.script} ended without a call of join(), so it was no member: see "
-                "docs/join-a-script.md"
-            )
-        last = (member.last_lines() or ["it printed nothing"])[-1]
-        return (
-            f"the script of {member.name} ended with status {member.exit_status} at inner step "
-            f"{member.state.inner_step}, before outer step {self.reached + 1}: {last} "
-            f"({member.log})"
-        )
 
 
 def _has_joined(member: LocalNeuron) -> bool:
