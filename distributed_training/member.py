@@ -119,7 +119,8 @@ def join(
     optimizers, config = optimizers_of(optimizer), _config_of(network, settings)
     if (net := _members.get(folder := config.run_folder.absolute())) is not None:
         log.info("join() is called again: the membership of before in %s ends", folder)
-        net._make_room()
+        # A cell is run again, or a Trainer is made again.
+        net.close() if net._may_save() else net._leave()
     ranks = _meet()
     import_plugins(config.general.plugins)
     with _HOST, ExitStack() as stack:
@@ -202,7 +203,16 @@ class Net(RankLoop):
             self._count_step(loss, tokens)
         # Do this also if the first failed, since the other ranks wait for this one at the boundary.
         with self._survives("net.step()"):
-            self._pass_boundaries()
+            # Carry out what is due, until the next micro-batch is.
+            if self._controller is not None:
+                self._controller.idle_wait = 0.0
+            while True:
+                action = self.boundary().action
+                if action is Action.STOP:
+                    self._end()
+                if action in (Action.TRAIN, Action.IDLE, Action.WAIT_FOR_DATA, Action.STOP):
+                    self._granted = action is Action.TRAIN
+                    break
         self._changes_weights = False
 
     def batches(self) -> Iterator[Tensor]:
@@ -258,13 +268,6 @@ class Net(RankLoop):
         # half changed.
         whole = not (self._changes_weights or self._weights.steps.under_way)
         return whole and self._weights.stream.world_size == 1
-
-    def _make_room(self) -> None:
-        """End the membership for another of this process: a cell is run again, a Trainer too."""
-        if self._may_save():
-            self.close()
-        else:
-            self._leave()
 
     def __enter__(self) -> Self:
         return self
@@ -362,18 +365,6 @@ class Net(RankLoop):
             total_inner_steps=weights.total_inner_steps,
         )
         self._post(ev.InnerStepDone(report))
-
-    def _pass_boundaries(self) -> None:
-        """Carry out what is due, until the next micro-batch is."""
-        if self._controller is not None:
-            self._controller.idle_wait = 0.0
-        while True:
-            action = self.boundary().action
-            if action is Action.STOP:
-                self._end()
-            if action in (Action.TRAIN, Action.IDLE, Action.WAIT_FOR_DATA, Action.STOP):
-                self._granted = action is Action.TRAIN
-                return
 
     def _post(self, event: ev.Event) -> None:
         if self._controller is not None:

@@ -548,7 +548,7 @@ def test_join_in_one_process_a_second_time_continues(
     elif end == "half":
         with (
             pytest.raises(KeyboardInterrupt),
-            mock.patch.object(first, "_pass_boundaries", side_effect=KeyboardInterrupt),
+            mock.patch.object(first, "boundary", side_effect=KeyboardInterrupt),
         ):
             script.train()
     script.net = distributed_training.join(
