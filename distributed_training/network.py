@@ -491,12 +491,27 @@ def _refuse_data(flat: Mapping[str, Any]) -> None:
             "data.own is true, so nobody has the members' text to judge them on",
             "name files in data.held_out, and leave data.selection out",
         )
-    if flat.get("data.selection") == 2:
-        _refuse_pages(flat)
-    elif flat.get("data.held_out") == "pages":
+    if flat.get("data.selection") != 2:
+        if flat.get("data.held_out") == "pages":
+            raise NetworkFileError(
+                "data.held_out is pages, and only data.selection 2 holds pages out",
+                "set data.selection = 2, or name a file",
+            )
+        return
+    rows, of_a_page = flat.get("data.rows"), flat["data.rows_per_page"]
+    held_out = flat.get("data.held_out_pages", HELD_OUT_PAGES)
+    if rows is None:
         raise NetworkFileError(
-            "data.held_out is pages, and only data.selection 2 holds pages out",
-            "set data.selection = 2, or name a file",
+            "data.selection is 2 without data.rows, so a change of the data would move all pages",
+            "add data.rows",
+        )
+    if not all(type(number) is int and number > 0 for number in (rows, of_a_page, held_out)):
+        return  # parse() refuses the value itself
+    if (pages := rows // of_a_page) <= held_out:
+        raise NetworkFileError(
+            f"data.rows makes {pages} pages of {of_a_page} rows and data.held_out_pages is "
+            f"{held_out}, so none is left to train on",
+            "lower data.held_out_pages or data.rows_per_page",
         )
 
 
@@ -594,25 +609,6 @@ def _head(found: Mapping[str, Any]) -> Head:
         error = refusal.errors(include_url=False)[0]
         key, shown = ".".join(map(str, error["loc"][:1])), repr(error["input"])[:100]
         raise NetworkFileError(f"{key} {shown}: {error['msg']}", "correct it") from None
-
-
-def _refuse_pages(flat: Mapping[str, Any]) -> None:
-    """Raise NetworkFileError where pages are drawn by a permutation and there are too few."""
-    rows, of_a_page = flat.get("data.rows"), flat["data.rows_per_page"]
-    held_out = flat.get("data.held_out_pages", HELD_OUT_PAGES)
-    if rows is None:
-        raise NetworkFileError(
-            "data.selection is 2 without data.rows, so a change of the data would move all pages",
-            "add data.rows",
-        )
-    if not all(type(number) is int and number > 0 for number in (rows, of_a_page, held_out)):
-        return  # parse() refuses the value itself
-    if (pages := rows // of_a_page) <= held_out:
-        raise NetworkFileError(
-            f"data.rows makes {pages} pages of {of_a_page} rows and data.held_out_pages is "
-            f"{held_out}, so none is left to train on",
-            "lower data.held_out_pages or data.rows_per_page",
-        )
 
 
 # --- its text on disk ---------------------------------------------------------------------------

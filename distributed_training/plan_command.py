@@ -230,19 +230,14 @@ def _rules_of(options: argparse.Namespace) -> tuple[Any, ModelShape, str]:
             "the config.json of a Llama-like model"
         ) from None
     if options.lora and options.network is None:
-        shape = _shape_of_adapters(like, options.lora)
+        from distributed_training.training.lora import LORA, read_rules  # and torch
+        from distributed_training.training.model import build_meta_model, count_parameters
+
+        settings = read_rules(options.lora, like)
+        count, part = count_parameters(build_meta_model(with_rules(like, LORA, None, settings)))
+        itemsize = 4 if settings["dtype"] == "float32" else 2
+        shape = ModelShape.from_config(like, count, part=part, itemsize=itemsize)
     return rules, shape, getattr(rules, "exchange", options.exchange)
-
-
-def _shape_of_adapters(base: dict[str, Any], lora: str) -> ModelShape:
-    """Return the shape of a model with the adapters of ``--lora``. Raises ConfigError."""
-    from distributed_training.training.lora import LORA, read_rules  # and torch
-    from distributed_training.training.model import build_meta_model, count_parameters
-
-    settings = read_rules(lora, base)
-    count, part = count_parameters(build_meta_model(with_rules(base, LORA, None, settings)))
-    itemsize = 4 if settings["dtype"] == "float32" else 2
-    return ModelShape.from_config(base, count, part=part, itemsize=itemsize)
 
 
 def build_parser() -> Parser:

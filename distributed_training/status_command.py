@@ -217,7 +217,12 @@ def text_of(row: dict[str, Any]) -> str:
         if row["step_at"] is not None:
             step += f", inner step {row['inner_step']}, {ago(row['step_at'], now)}"
         add("training" if runs else "last step", step)
-    add("last upload", describe_upload(row))
+    if upload := row["last_upload"]:
+        tag = f"{upload['tag']}, " if upload["tag"] else ""
+        fate = upload["fate"] or "not judged yet"
+        cause = f" ({upload['cause']})" if upload["cause"] else ""
+        at = ago(upload["at"], now)
+        add("last upload", f"{tag}of outer step {upload['outer_step']}, {at}, {fate}{cause}")
     for name, key in (("next upload", "next_upload_at"), ("next round", "next_round_at")):
         if row[key] is not None and runs:
             add(name, when(row[key], now))
@@ -262,17 +267,6 @@ def table_of(rows: Sequence[dict[str, Any]]) -> str:
 def _trains(row: dict[str, Any]) -> bool:
     # Under torchrun there is no launcher, and so no state.
     return row["status"] != NOT_RUNNING and row["state"] in (None, "running")
-
-
-def describe_upload(row: dict[str, Any]) -> str:
-    if (upload := row["last_upload"]) is None:
-        return ""
-    tag = f"{upload['tag']}, " if upload["tag"] else ""
-    fate = f", {upload['fate'] or 'not judged yet'}"
-    cause = f" ({upload['cause']})" if upload["cause"] else ""
-    return (
-        f"{tag}of outer step {upload['outer_step']}, {ago(upload['at'], row['time'])}{fate}{cause}"
-    )
 
 
 def ago(at: float, now: float) -> str:
