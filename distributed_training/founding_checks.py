@@ -142,14 +142,13 @@ def pin_tokenizer(table: dict[str, Any]) -> None:
         return
     try:
         table["revision"] = _commit_at_hub(name)
-        return
     except _OF_HUB as error:
         why = " ".join(str(error).split())[:200]
-    print(
-        f"the hub does not tell the commit of the tokenizer {name} ({why}), so it is not pinned: "
-        "a change of it there would divide the peers. Add tokenizer.revision and sign",
-        file=sys.stderr,
-    )
+        print(
+            f"the hub does not tell the commit of the tokenizer {name} ({why}), so it is not "
+            "pinned: a change of it there would divide the peers. Add tokenizer.revision and sign",
+            file=sys.stderr,
+        )
 
 
 def _commit_at_hub(name: str, revision: str = "") -> str:

@@ -66,7 +66,8 @@ def read_network(
         NetworkAway: The URL does not answer, or not with such a file, and there is no copy.
     """
     if "://" not in place:
-        return _read(BUILT_IN.get(place) or Path(os.path.expanduser(place)), place, keys)
+        path = BUILT_IN.get(place) or Path(os.path.expanduser(place))
+        return parse(read_text(path), place=place, keys=keys)
     place, _, pinned = place.partition("#")
     try:
         url = urlsplit(place)
@@ -82,7 +83,7 @@ def read_network(
     # There is no copy, or it is damaged (NetworkFileError is a ValueError).
     with contextlib.suppress(OSError, ValueError):
         if (copy / "url").read_text(encoding="utf-8") == place:
-            known = _read(copy / FILE, place, keys)
+            known = parse(read_text(copy / FILE), place=place, keys=keys)
     if known is not None and pinned not in ("", known.digest):
         known = None
     # Anybody on the way can change what comes over http, so a digest or a copy has to say whose
@@ -124,11 +125,6 @@ def read_network(
             raise
         tell(f"{away}: the copy of an earlier start in {copy} is used")
         return known
-
-
-def _read(path: Path, place: str, keys: Collection[str]) -> Network:
-    """Return the network of a file here. Raises NetworkFileError."""
-    return parse(read_text(path), place=place, keys=keys)
 
 
 def _descends(found: Network, pinned: str, place: str, keys: Collection[str]) -> bool:
