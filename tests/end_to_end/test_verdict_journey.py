@@ -1,7 +1,7 @@
 """The verdict on one real miner through its troubles: all commands agree on it.
 
 The launcher's log, the dashboard, dt-status and the doctor are asked in each state. test_page.py
-has the dashboard in more states; test_verdict.py has the table of verdicts.
+has the dashboard in more states; test_verdict_walks.py compares the verdict with a validator.
 """
 
 from __future__ import annotations
