@@ -24,7 +24,7 @@ from distributed_training.miner.run_folder import write_pid_file
 from distributed_training.protocol import lines
 from distributed_training.protocol.types import Base, Progress, Update
 from distributed_training.telemetry import MetricsFile
-from distributed_training.telemetry.facts import Facts
+from distributed_training.telemetry.facts import Facts, fold
 from distributed_training.telemetry.metrics import METRICS
 from distributed_training.telemetry.verdict import judge
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
@@ -441,3 +441,9 @@ def test_missed_closes_and_uploads_are_remembered_by_the_next_process(tmp_path: 
     again = Judged(tmp_path)
     found = again.after(ev.CloseReached(CLOSE), TWELVE)
     assert again.facts.joined and found == ("missed a close", True), "it is no newcomer"
+    assert [upload.fate for upload in again.facts.gather().uploads] == ["merged"]
+    for nothing_new in (
+        {"kind": "round", "ok": False, "fate": "refused", "detail": "", "outer_step": 13},
+        {"kind": "publication", "revision": "15.0", "reason": ""},  # progress
+    ):
+        assert fold(known, nothing_new, 9.0) == known

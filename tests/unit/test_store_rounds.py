@@ -6,6 +6,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -331,6 +332,16 @@ def test_the_manifest_shows_the_fate_of_our_upload(
     assert update.base is base and update.cause.startswith(cause)
     own = miner.upload_path(close) if base is Base.REFUSED else None
     assert update.own_upload == own
+
+
+def test_an_upload_with_a_factor_of_0_is_carried_over(leader: Leader, miner: Miner) -> None:
+    """Else its movement would be lost, because no update has it."""
+    _, digest = send(leader, miner)
+    ours = replace(merged(UID, digest), factor=0.0)
+    leader.take_outer_step(merged=(ours, merged(UID + 1, "1" * 64)))
+    update = miner.pass_time(10)[-1]
+    assert (update.base, update.own_upload) == (Base.KEPT, None)
+    assert update.cause.startswith("carried over")
 
 
 def test_no_member_with_other_weights_is_asked_to_upload(
