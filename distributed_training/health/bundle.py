@@ -31,11 +31,12 @@ from distributed_training.protocol.types import Check
 from distributed_training.telemetry.logs import mask, register_secret
 
 _MOST_BYTES = 4 * 2**20  # bytes of a file's end that are packed
-#: Files of the run folder: small ones with the miner's state, and the ends of growing ones.
+#: Files of the run folder: small ones with the miner's state, and the ends of growing ones. Never
+#: chain.json, whose commitments have the read keys of all members' buckets.
 RUN_FILES = (
     *("config.txt", "launcher.json", "stage.json", "facts.json", "notify.json", "instance.json"),
-    *("exit_status.json", "launcher.prom", "metrics.prom", "micro-batch.json", "score.json"),
-    *("chain.json", "uploads.json", "stacks.txt", "events.jsonl"),
+    *("exit_status.json", "launcher.prom", "metrics.prom", "micro-batch.json"),
+    *("stacks.txt", "events.jsonl"),
 )
 
 

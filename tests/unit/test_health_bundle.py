@@ -73,7 +73,7 @@ def test_no_secret_is_in_a_bundle(home: Home) -> None:
 
 
 def test_only_files_of_the_list_are_in_a_bundle(home: Home) -> None:
-    home.plant("x", "app.config.override.js", "run/swarm/identity.key", "run/data/text.jsonl")
+    home.plant("x", "app.config.override.js", "run/chain.json", "run/data/text.jsonl")
     names = {"doctor.json", "versions.txt", "settings.txt", "miner.toml", "log.txt"}
     assert set(home.write()) == names | {f"run/{name}" for name in RUN_FILES}
 
