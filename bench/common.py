@@ -96,7 +96,11 @@ def alone() -> Iterator[None]:
 
     with joined(dist.HashStore()):
         torch.set_num_threads(1)
-        yield
+        try:
+            yield
+        except BaseException:  # ``joined`` leaves a group whose other ranks may hang
+            dist.destroy_process_group()
+            raise
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -19,6 +19,7 @@ from distributed_training.data.page_source import StdlibSource
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.shards import SUFFIX
 from distributed_training.data.tokenizer import BYTE_VOCABULARY, TextTokenizer
+from distributed_training.protocol.pages import block_at
 from tests.tools.support_data import wait_ready, worker_spec
 
 pytestmark = pytest.mark.timeout(60)
@@ -57,6 +58,32 @@ def test_bytes_survive_the_tokenizer(tokenizer: tuple[Path, int]) -> None:
     assert len(ids) == len(text.encode()) + 1
     assert ids[-1] == tokenizer[1] < BYTE_VOCABULARY
     assert made._tokenizer.decode(ids[:-1].tolist()) == text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_miner_trains_on_every_page_that_it_counts(
+    tokenizer: tuple[Path, int], world_size: int
+) -> None:
+    """Its ranks have the pages of a block between them, and the judge draws from all of them."""
+    source, made = StdlibSource(), TextTokenizer(tokenizer[0], eos_id=tokenizer[1])
+    served: list[torch.Tensor] = []
+    block = block_at(9, 40)
+    for rank in range(world_size):
+        with closing(pipeline(tokenizer, rank=rank, world_size=world_size)) as one:
+            one.request(block)
+            one.begin(block, wait_ready(one, block))
+            while (batch := one.next()) is not None:
+                served += batch.tolist()
+    flat = bytes(token % 256 for sequence in served for token in sequence)
+    for config, row, split in spec(tokenizer).draw_pages(
+        uid=3, outer_step=9, first=40, count=2 * world_size, num_rows=source.num_rows()
+    ):
+        rows = source.rows(config, row, split=split, limit=20)
+        tokens = made.encode_rows(rows, max_length=1024)
+        # Where a page begins among the sequences depends on those before it: look for a run.
+        middle = bytes(int(token) % 256 for token in tokens[len(tokens) // 2 :][:32])
+        assert middle in flat, (config, row)
 
 
 def test_sequences_are_trimmed_as_ordered(running: DataPipeline) -> None:

@@ -581,3 +581,10 @@ def test_profile_writes_a_trace_and_training_continues(
     train(made, 0, 5)
     trace = json.loads((tmp_path / "profile-rank-0.json").read_text())
     assert any("mm" in event.get("name", "") for event in trace["traceEvents"])
+
+
+def test_out_of_memory_with_one_sequence_ends_with_advice() -> None:
+    made = trainer(local_batch_size_train=1)
+    fail_in_a_backward(made, 2, OUT_OF_MEMORY)
+    with pytest.raises(torch.OutOfMemoryError, match="in the next way that takes less"):
+        train(made, 0, 1)
