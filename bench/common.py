@@ -74,8 +74,7 @@ def joined(
     store: Any, rank: int = 0, ranks: int = 1, *, cuda: bool = False, **more: Any
 ) -> Iterator[torch.device]:
     """Join a process group, as a trainer needs it; yield this rank's device."""
-    import torch
-    import torch.distributed as dist
+    import torch.distributed
 
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
@@ -83,23 +82,22 @@ def joined(
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, **more)
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=ranks, **more)
     yield device
-    dist.destroy_process_group()
+    torch.distributed.destroy_process_group()
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Be the one rank of a process group on one thread."""
-    import torch
-    import torch.distributed as dist
+    import torch.distributed
 
-    with joined(dist.HashStore()):
+    with joined(torch.distributed.HashStore()):
         torch.set_num_threads(1)
         try:
             yield
         except BaseException:  # ``joined`` leaves a group whose other ranks may hang
-            dist.destroy_process_group()
+            torch.distributed.destroy_process_group()
             raise
 
 
