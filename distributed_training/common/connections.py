@@ -33,9 +33,9 @@ _REFUSALS = {
 class Bounds:
     """The bounds of one server, shared by its connections, and what they refused.
 
-    ``most``: connections of all clients; ``of_client``: of one, but for ``proxy``, our own.
-    ``patience``: seconds for a head, for a body before its ``pace`` counts, and for a client to
-    read on. ``pace``: bytes per second.
+    ``most``: the most connections of all clients. ``of_client``: the most of one client, except our
+    own ``proxy``. ``patience``: seconds for a head, for a body before its ``pace`` counts, and for
+    a client to read on. ``pace``: bytes per second.
     """
 
     most: int = 256

@@ -277,7 +277,8 @@ def is_full(error: OSError) -> bool:
 def late_mount(folder: Path, fstab: Path | None = None) -> str | None:
     """Return the mount point at or above ``folder`` that ``fstab`` names and is not mounted.
 
-    Nothing may be begun in its place: when the mount comes, what was there before is there again.
+    Create nothing at this path: once the disk is mounted, it hides what was written there and shows
+    its earlier content.
     """
     import psutil  # imported here, since programs that only read and write files start without it
 

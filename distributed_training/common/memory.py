@@ -178,8 +178,9 @@ class ModelShape:
     def moments(self, plain: int, of_matrices: int) -> float:
         """Return the tensors that an optimizer keeps of a parameter on average.
 
-        ``of_matrices``: of one of a decoder layer's, which nearly all outside of embeddings are,
-        and where a part is trained, all of that part.
+        ``plain`` and ``of_matrices``: tensors per parameter, the second in the matrices of decoder
+        layers. Nearly all parameters outside of the embeddings are in such matrices; if only a part
+        is trained, all of it counts as such.
         """
         if plain == of_matrices:
             return plain
@@ -190,8 +191,9 @@ class ModelShape:
 def loss_chunk(device_bytes: int | None) -> int:
     """Return the float32 logits alive at once on a device with so much memory (None: no GPU).
 
-    The gradient of the head is read and written once for each chunk: a GPU gets chunks as long as a
-    64th of its memory takes, at 10 bytes a logit.
+    The gradient of the head is read and written once for each chunk. So on a GPU a chunk is as long
+    as fits into 1/64 of the memory at 10 bytes per logit, between LOSS_CHUNK and
+    LONGEST_LOSS_CHUNK.
     """
     return min(max(LOSS_CHUNK, (device_bytes or 0) // 640), LONGEST_LOSS_CHUNK)
 
@@ -278,8 +280,9 @@ def host_memory(shape: ModelShape, how: Arrangement) -> int:
     place of AdamW's 8.
     *Averaging* 4: one tensor for each parameter in the peer process of a network over hivemind.
     *Passing* 16: a checkpoint's copies of the weights, of AdamW's two moments and of the residual
-    while they are written. An update takes 12, the next start, residual and weights, and 4 more
-    where a roll-back has lost what the upload was written from (training/outer_step.py).
+    while they are written. Applying an update takes 12 (the next outer step's start, the next
+    residual and the new weights), and 4 more if a roll-back has lost what the upload was written
+    from (training/outer_step.py).
 
     *Model*: what would be on the devices, where there are none. *Data*: the workers that fetch and
     tokenize take WORKER_BYTES each.

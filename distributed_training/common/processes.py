@@ -55,7 +55,8 @@ _WORDS = frozenset(
 def is_secret(name: str) -> bool:
     """Return whether a variable of this name is a secret: ``HF_TOKEN``, ``WANDB_API_KEY``.
 
-    By whole words, so ``TOKENIZERS_PARALLELISM`` is none; ``PYTHONHASHSEED`` neither.
+    It compares whole words, so neither ``TOKENIZERS_PARALLELISM`` nor ``PYTHONHASHSEED`` is a
+    secret.
     """
     upper = name.upper()
     if upper == "AWS_CA_BUNDLE":  # a path, without which no child trusts a store's own certificate
