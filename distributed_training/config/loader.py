@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
 def refusal_of(message: str) -> ConfigError:
     """Describe argparse's complaint about an argument, with its consequence."""
     text = message.removeprefix("argument ")
-    if len(text) > 600:  # argparse repeats the whole text if it is none of its choices
+    if len(text) > 600:  # argparse repeats the whole text if it is not a choice
         text = f"{text[:300]}...{text[-300:]}"
     return ConfigError(f"{text}, so nothing was started: see --help")
 
@@ -570,7 +570,7 @@ def _with_rules(
 def run_folder_of(argv: Sequence[str]) -> Path:
     """Return the run folder that a miner's start would use, however wrong other settings are.
 
-    Of a TOML file the lines count that can be read. Raises nothing.
+    It ignores lines of a TOML file that cannot be parsed, up to ten of them. Raises nothing.
     """
     known, flags = schema("miner"), dict[str, str]()
     for word, following in zip(argv, [*argv[1:], ""], strict=False):

@@ -116,7 +116,7 @@ class Config(AllSettings):
     def published(self) -> dict[str, Path]:
         """The folders of what the global bucket has of the network's files: model, tokenizer, data.
 
-        Not the data where an operator reads them from a place of his own.
+        The data are left out if the operator reads them from another place than the network's.
         """
         head = self.network.head
         named = {"model": head.frozen, "tokenizer": head.tokenizer_files}

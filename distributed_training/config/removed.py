@@ -83,5 +83,5 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def is_removed(name: str) -> bool:
-    """Return whether ``name``, of no setting, is one of before."""
+    """Return whether ``name``, which no setting has now, belonged to an earlier setting."""
     return name in RULES or name in REFUSED or any(fnmatchcase(name, gone) for gone in GONE)

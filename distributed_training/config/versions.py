@@ -54,7 +54,7 @@ def parse_version(text: str, known: Network) -> Network:
 def under(config: Config, network: Network) -> Config:
     """Return ``config`` with the rules of ``network`` in the place of its own. Raises ConfigError.
 
-    What the operator has given in place of a default of the file stays.
+    If the file only gives a default, a value that the operator has set is kept.
     """
     if network.digest == config.network.digest:
         return config
