@@ -232,7 +232,8 @@ class Averager(DecentralizedAverager):
         if strangers := set(peers) - _members:
             raise AllreduceException(f"its leader named {len(strangers)} who are no members")
         try:
-            # hivemind's own limit would end with an error that nobody fetches, and its log says so.
+            # With hivemind's own time limit a task that nobody awaits would raise TimeoutError, and
+            # asyncio would log that nobody retrieved it.
             async with asyncio.timeout(self._order.ends - time.time()):
                 runner = await self._reduce(group_info, peers, given)
         except TimeoutError:

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 #: Causes of a refusal after which the upload's movement is dropped. After all others it is carried
 #: over, also after "copy", since an honest member may be taken for another's imitator.
 FOR_CONTENT = frozenset({"worse", "spoiler"})
-CARRIED = "carried over: it lowers the loss less than others' or than chance may, so it goes on"
+CARRIED = "carried over into the next upload: it gains less than others do, or no more than chance"
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=5), timedelta(minutes=1)
 _SENT = "sent"
 _LONGEST = 300  # characters of a cause that is kept

@@ -327,7 +327,7 @@ class StoreRounds:
             theirs += 0.5 if theirs.is_integer() else 0.0
             self._ahead = theirs - (began + ended) / 2
             self.clock_offset = off = self._clocks.unix() - self.now()
-            # A cache may hold back seconds that neither clock is wrong by.
+            # A cache may have kept this answer for seconds, so it says nothing about the clocks.
             if (0.0 if info.cached else abs(off) - 0.5 - (ended - began) / 2) > _CLOCK_OFF:
                 side = "ahead of" if off > 0 else "behind"
                 self._report(
