@@ -32,7 +32,7 @@ _RULE = "=" * 80
 
 
 def within(seconds: float, otherwise: T, ask: Callable[[], T]) -> T:
-    """Return the driver's answer to ``ask``; ``otherwise`` where there is none in ``seconds``."""
+    """Return the driver's answer to ``ask``, or ``otherwise`` if none comes within ``seconds``."""
     if _open_question and _open_question[0].is_alive():
         return otherwise
     _open_question.clear()

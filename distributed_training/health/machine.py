@@ -269,10 +269,11 @@ def count_moments(training: TrainingSettings, shape: ModelShape) -> float:
 
 
 def refuse_model(config: Config, *, ranks: int) -> None:
-    """Raise ConfigError where the model of the network's file does not fit into this machine.
+    """Raise ConfigError if the model of the network's file does not fit into this machine.
 
-    ``ranks``: of this machine, which has a copy of the model. Without a known size or memory,
-    nothing is refused; nor within a sixth, since the estimate is no more exact.
+    ``ranks``: of this machine, which has a copy of the model. Nothing is refused if the size or the
+    memory is unknown, or if the estimate exceeds the memory by at most 15 %, since it is not more
+    exact than that.
     """
     asked = Examination(config, ranks)
     for check in (*check_model(asked), *check_memory(asked)):
