@@ -38,7 +38,7 @@ def build_parser() -> Parser:
     add = parser.add_argument
     path, text, count = argument(File), argument(str), ranged(1, 1_000_000)
     add("--miners", type=ranged(1, 100), help="how many miners (default 2)")
-    add("--ranks", type=text, help="of each miner, e.g. 2,1 (default: 2 for the first, 1 for rest)")
+    add("--ranks", type=text, help="ranks per miner, e.g. 2,1 (default: 2 for the first, then 1)")
     add("--exchange", choices=("hivemind", "store"), default="hivemind", help="(hivemind)")
     about = "how uploads become an update: a name, or a plug-in's FILE.py (default nesterov)"
     add("--outer-rule", type=text, help=about)
@@ -50,7 +50,7 @@ def build_parser() -> Parser:
     add("--folder", type=path, default=Path("runs/localnet"), help="where everything is written")
     about = "seconds between rounds (default 60, and more on a busy or slow machine)"
     add("--period", type=ranged(1.0, 1e5), help=about)
-    add("--timeout", type=ranged(1.0, 1e6), help="seconds for it all (default: as its rounds need)")
+    add("--timeout", type=ranged(1.0, 1e6), help="seconds for the run (default: as rounds need)")
     add("--keep", action="store_true", help="keep buckets and checkpoints after a good run")
     add("--stay", action="store_true", help="run until Ctrl-C, and print how a miner joins by hand")
     add("--page-port", type=ranged(0, 65535), default=0, help="of the live page (default: any)")

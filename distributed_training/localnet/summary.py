@@ -249,8 +249,8 @@ def summarize(
 ) -> Summary:
     """Put the neurons' events together and judge them.
 
-    ``started_at`` in seconds since the epoch; ``problems``: those that the orchestrator saw (a
-    neuron that died, processes left behind, a deadline passed).
+    ``started_at`` is in seconds since the epoch. ``problems`` are those that the orchestrator
+    noticed: a neuron that died, processes left behind, a deadline that passed.
     """
     steps = [
         _outer_step(reached, max(0.0, at - started_at), validator, miners)
