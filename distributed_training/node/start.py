@@ -272,7 +272,7 @@ def require_data(config: Config) -> None:
     except OtherData as error:
         raise WrongPlace(str(error)) from None
     except PageUnavailable as error:
-        log.warning("Whether the data are the network's is not known yet (%s)", error)
+        log.warning("It is not known yet whether the data are the network's (%s)", error)
 
 
 def hub_is_away(error: BaseException | None) -> bool:
