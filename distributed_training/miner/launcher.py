@@ -488,7 +488,7 @@ class _Supervisor:
         return begins
 
     def _overdue(self) -> str:
-        """Return why the ranks are to be ended by force: a phase has lasted too long."""
+        """Return why the ranks must be ended by force: a second signal, or too long a phase."""
         if self._signals.hurry:
             return "Asked again; ending the ranks by force"
         stop = stop_limit(self._folder, self._settings.stop_timeout)
