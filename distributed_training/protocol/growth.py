@@ -156,7 +156,7 @@ class Growth:
 
     @property
     def store_sends(self) -> int:
-        """Bytes of an outer step: uploads to the validator, the update to each member."""
+        """Bytes that an outer step takes from the store: uploads and an update for each member."""
         return self.members * (self.upload + self.update)
 
     @property
