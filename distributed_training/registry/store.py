@@ -331,7 +331,8 @@ class Registry:
     def join(self, hotkey: str, invitation: _Short | None = None, uid: Uid | None = None) -> int:
         """Register ``hotkey`` if it may. Returns its uid; one that is registered keeps all.
 
-        ``uid``: its uid before an older backup was put back. It gets that one again if it is free.
+        ``uid``: the uid that it had before an older backup was restored. It gets that one again if
+        it is free.
         """
         with self.change():
             known = self.uid_of(hotkey)
@@ -641,7 +642,8 @@ def backup(source: Path, target: Path, *, to_restore: bool = False) -> int:
     temporary = target.with_name(f".{target.name}.new")
     if not source.is_file():
         raise ConfigError(f"{source} does not exist, so nothing was copied: correct the path")
-    # A program that serves it would keep writing to the file that the copy replaces.
+    # If ``target`` were the registry itself, a program that serves it would keep writing to the old
+    # file after the copy has replaced it.
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{target} is the registry itself, so nothing was copied: give another")
     try:
