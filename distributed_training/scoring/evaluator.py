@@ -399,10 +399,11 @@ class Comparison:
 
     @property
     def chance(self) -> float:
-        """Nats per token by which mere chance may change the loss: three standard errors.
+        """Nats per token by which mere chance may change the loss: three standard errors or more.
 
-        Of few sequences the error is known badly. So these are as many as a deviation by three
-        of a normal distribution is rare. Inf for fewer than two.
+        With few sequences the standard error itself is uncertain. So the number of standard errors
+        is the quantile of Student's t that is as rare as three standard deviations of a normal
+        distribution. Inf for fewer than two sequences.
         """
         return t_quantile(len(self.before) - 1, NormalDist().cdf(3)) * self.error
 

@@ -72,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__ or NO_HELP)
         return 0
     try:
-        # Check this before the network is asked, since a download of gigabytes would end in one of
-        # these.
+        # Check the folder before anything is fetched, or a wrong one would be refused only after a
+        # download of gigabytes.
         folder: Path | None = options.folder
         if folder is None:
             raise ConfigError("no folder is given, so nothing was exported: dt-export FOLDER")
