@@ -373,7 +373,7 @@ class Checkpointer:
         One that is incomplete or damaged is skipped with a line, on all ranks alike. At another
         layout the micro-batches of an unfinished step are dropped, and the ``extra`` of a rank that
         did not exist is rank 0's. Flags of another micro-batch drop them too. :attr:`exact` is
-        False when they were.
+        False if micro-batches were dropped.
         """
         self.wait()
         stream = self._trainer.stream

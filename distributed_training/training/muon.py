@@ -3,8 +3,8 @@
 Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) takes the momentum of a matrix
 to the nearest orthogonal one by five Newton-Schulz steps, so that it moves in all directions alike.
 The length of the step is made AdamW's, times 0.2 sqrt(larger side) (Liu et al. 2025, arXiv
-2502.16982): learning rate and weight decay are of one kind with AdamW's, which steps all that is no
-matrix of a decoder layer.
+2502.16982), so the learning rate and the weight decay have the same scale as for AdamW, which steps
+every parameter that is not a matrix of a decoder layer.
 
 The momentum lies in rows as the weights do. For a step each of W ranks gets every W-th matrix's
 direction whole, from the rows of all, and sends back the rows of what came out. The next W travel

@@ -202,7 +202,7 @@ def find_rule(text: str) -> str:
 def outer_rule_of(
     settings: TrainingSettings, exchange: str | None = "store", *, codec: str = UPDATE_CODEC
 ) -> OuterRule:
-    """Return the network's outer rule, once two steps of a small parameter were as they must be.
+    """Return the network's outer rule, after calls with small tensors have shown that it works.
 
     ``exchange``: the network's, hivemind or store; None: it is for no network. ``codec``: of its
     uploads. Raises ConfigError for an unknown name, for a rule that breaks :class:`OuterRule`, and

@@ -388,7 +388,7 @@ def load_file(
     *,
     more: Collection[str] = (),
 ) -> None:
-    """Load weights from rank 0's file at ``path``, which all ranks name. Collective.
+    """Load weights from rank 0's file at ``path``, which every rank passes. Collective.
 
     The ranks of its machine read their own rows there, and other machines get theirs from them.
     ``more``: names that the file has too, which are not loaded. Raises ValueError on all ranks

@@ -253,7 +253,7 @@ class Trainer(HeldWeights):
         """Restore a :meth:`state_dict`, with this rank's rows. Collective.
 
         Args:
-            state: The state, of any number of ranks.
+            state: A :meth:`state_dict`, saved by any number of ranks.
 
         Returns:
             False, on all ranks, if micro-batches of an unfinished step were dropped.
