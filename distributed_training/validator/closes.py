@@ -239,8 +239,9 @@ class CloseJudge:
     def _choose_awaited(self, serial: int, miners: Sequence[Neuron]) -> frozenset[str]:
         """Return the hotkeys of the members whose uploads a close waits for.
 
-        Whoever missed n closes is waited for where n + 1 is a power of two, all at each
-        ``_ALL_AWAITED``-th close: so those who stay away, however many, delay few rounds.
+        A close waits for a member that missed the last n closes only if n + 1 is a power of two;
+        every ``_ALL_AWAITED``-th close waits for all members. So members that are gone, however
+        many, delay few rounds.
         """
         members = self.standings.present()
         missed = {m.hotkey: members[m.uid].missed for m in miners if m.uid in members}

@@ -51,7 +51,7 @@ COPY = 0.9  # cosine of two uploads up to which none is ever called a copy
 LONELY_COPY = 0.999  # above this cosine one of two is a copy, however alike the others are
 _OWN_WORK = 0.99  # certainty with which its own pages must have gained more than other pages
 _CERTAIN = 2.0  # standard errors by which the owner's pages must have gained more
-#: The uploads that help lie farther apart than the nearest quarter of their pairs does.
+#: The usual cosine of two uploads that help is that of the pair which follows the nearest quarter.
 _NEAREST = 4
 #: With the 8th power a tenth more gain is twice the share among alike uploads.
 _SHARPLY, _LEAST_SHARE, _NO_GAIN = 8, 1e-3, 1e-9
@@ -310,10 +310,11 @@ def find_copies(uploads: Sequence[Accepted], earlier: Mapping[str, Tensor]) -> d
     steps, and the outer momentum.
 
     The usual distance between honest members differs from close to close: in the first ones all
-    learn the same. So the limit lies at a quarter of the distance of those that help. Fewer than
-    three have no usual distance, and must be nearly the same to count as copies. Of two alike the
-    one is a copy whose own pages gained less. An upload whose own pages gained more than other text
-    beyond chance is never a copy: its member has trained on them.
+    learn the same. So two uploads count as copies if their distance (1 - cosine) is below a quarter
+    of the usual one between uploads that help. Fewer than three have no usual distance, and must be
+    nearly the same to count as copies. If two uploads are that close, the copy is the one that
+    gained less on its own pages, if that is certain. An upload whose own pages gained more than
+    other text beyond chance is never a copy: its member has trained on them.
     """
     helps = helpful([one.measured for one in uploads])
     helping = [one for one, good in zip(uploads, helps, strict=True) if good]

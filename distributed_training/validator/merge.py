@@ -129,8 +129,9 @@ def measured(merged: Sequence[Merged]) -> list[Measured]:
 def helpful(uploads: Sequence[Measured]) -> list[bool]:
     """Return for each upload of a close whether it helps, and may set a standard.
 
-    It lowers the loss beyond chance, and by at least a third of what is usual among the uploads
-    that do. The third is needed because a thousandth of an honest upload lowers the loss too.
+    An upload helps if it lowers the loss by more than chance may, and by at least a third of the
+    median gain of the uploads that do so. Without the second condition a thousandth of an honest
+    upload would help too.
     """
     gains = [each.gain for each in uploads if each.gain > each.chance]
     least = statistics.median_high(gains) / _FEEBLE if gains else math.inf
@@ -236,8 +237,9 @@ def count_steps(
         most: No member takes more between two closes.
 
     It is the upper median of what the members claim whose uploads help and whose claims are
-    possible. It is at most four times the highest rate of the last outer steps, and at least a
-    quarter of the lowest one, so half of the members neither hold the schedule nor end it.
+    possible. It is kept between a quarter of the lowest and four times the highest rate of the last
+    outer steps. So false claims of half of the members can neither stop the schedule nor run it to
+    its end.
     """
     helps = helpful([each for each, _ in uploads])
     claims = [n for (_, n), good in zip(uploads, helps, strict=True) if good and 0 < n <= most]
@@ -403,8 +405,9 @@ def find_spoilers(count: int, passes: Callable[[Sequence[int]], bool]) -> tuple[
     does, by their places. It is asked at most ``2 log2 count + 2`` times; where that is not enough,
     or nothing passes, None is returned and nobody is to blame.
 
-    One is found by halves: with the first k of them the merge fails, with the first k - 1 it
-    passes. If the others pass without it, it is to blame; otherwise look for another one too.
+    Bisection finds the k for which the merge of the first k uploads fails and that of one upload
+    less passes; it leaves out the k-th upload. If the rest then passes, the search ends; otherwise
+    it looks for one more.
     """
     left, found, asked = list(range(count)), list[int](), 0
     good = 0  # the first ``good`` uploads pass

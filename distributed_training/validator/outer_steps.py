@@ -110,8 +110,8 @@ class OuterSteps(OwnCopy):
             head = self.find_manifest(self.state.outer_step)
             if head is None or head.digest != self.state.head:
                 raise ValueError(f"{keys.STATE} names a manifest that is not there")
-            # A killed process may have published outer steps that the state does not name: two, if
-            # the second is a rewind.
+            # A process may have been killed after it published an outer step and before the state
+            # named it. If it then published a rewind too, the state lacks both.
             while (following := self.find_manifest(head.outer_step + 1)) is not None:
                 following.check_after(head)
                 head = following

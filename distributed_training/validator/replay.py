@@ -548,5 +548,5 @@ def _check_rules(manifest: Manifest, chain: Sequence[Manifest], versions: Versio
     if chain and number < versions[chain[-1].rules_id][0]:
         raise ChainBroken(key, f"goes by version {number} after a later one")
     named = Rule(manifest.rule, manifest.learning_rate, manifest.mu)
-    if named != rule and manifest.rewound_to is None:  # a rewind has the rules of its weights
+    if named != rule and manifest.rewound_to is None:  # a rewind keeps its weights' rule
         raise ChainBroken(key, f"goes by {named}, and version {number} of the file by {rule}")

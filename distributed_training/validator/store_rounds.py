@@ -106,7 +106,7 @@ log = logging.getLogger(__name__)
 LEDGER = "ledger.json"  # in an outer step's folder: the scores that hold once it is published
 _PATIENT = 3  # closes in a row that the held-out loss refuses, before a line asks the founder
 _RECENT = 2.0  # rounds: an older progress upload is not valid
-_FORGIVEN = 3  # closes missed in a row, from which on progress makes nobody's upload valid
+_FORGIVEN = 3  # closes missed in a row, after which nobody looks at a member's progress
 
 
 #: The fields of a manifest that a close decides, at outer step 0.
@@ -305,7 +305,7 @@ class StoreValidator(CloseJudge):
 
     def _save(self) -> None:
         if self._reached_step is not None:
-            return  # otherwise scores would count of an outer step that nobody saw
+            return  # its scores must not count before anybody can see the outer step
         try:
             self.standings.save(self._standings_path)
         except OSError as error:  # a full disk must not cost a round, and the members' steps in it
@@ -659,7 +659,8 @@ class StoreValidator(CloseJudge):
     def _find_progress(self, uids: Collection[int], closes_at: float) -> list[int]:
         """Return those of ``uids`` whose last progress was recent enough at the close to be valid.
 
-        Whoever missed several closes in a row is not among them: nobody looks into progress.
+        Members that missed ``_FORGIVEN`` or more closes in a row are left out, without a look at
+        their progress.
         """
         by_uid = {
             miner.uid: miner
