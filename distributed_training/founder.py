@@ -403,8 +403,8 @@ def run(folder: Path, *, take_over: bool = False, script: Path | None = None) ->
 def _invite(plan: FounderPlan, network: Network) -> None:
     """Make an invitation for the founder to send, unless there is one to a version of this file.
 
-    It takes the place of one to another file, which lets nobody in any more. It is a secret: no
-    log gets it.
+    It replaces an invitation that belongs to another file, since that one no longer admits anybody.
+    It is a secret: no log gets it.
     """
     path, before = plan.folder / INVITATION, ""
     versions = {f"#{network.digest}."}

@@ -24,8 +24,8 @@ class NetworkCallback(TrainerCallback):
     """Makes a Hugging Face ``Trainer`` a member of a store network.
 
     ``net`` is the membership, from the moment at which training begins. The reported loss is the
-    last one that the ``Trainer`` logged; tokens are reported with
-    ``include_num_input_tokens_seen``.
+    last one that the ``Trainer`` logged; tokens are reported only if
+    ``include_num_input_tokens_seen`` is set.
 
     Args:
         network: File, URL or name, as for :func:`distributed_training.join`.

@@ -405,7 +405,7 @@ class Net(RankLoop):
             self._warn(what, error)
 
     def boundary(self) -> Command:
-        """Run one boundary of the miner's loop, as :meth:`step` and :meth:`batches` do."""
+        """Decide what is due between two micro-batches, and carry it out."""
         with _HOST:
             return super().boundary()
 

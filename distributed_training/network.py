@@ -281,7 +281,7 @@ def other_version(shown: Shown, ours: Network) -> str:
 
 
 def tree_of(text: str) -> dict[str, Any]:
-    """Return the tables of a file's ``text``. Raises NetworkFileError where it is not TOML."""
+    """Return the tables of a file's ``text``. Raises NetworkFileError if it is not TOML."""
     try:
         # tomllib's memory grows with the square of a dotted key: 32 kB of "a.a.a" take 1 GB, so
         # anybody who can write to the founder's web site could end every start. A quoted part of a

@@ -13,7 +13,7 @@ also while no miner runs. Exit status, of several miners the first that holds fo
     3    it does not run
     0    its uploads count, or nothing is to be done
 
-Of one miner that does not run the status is 3, also where somebody must act.
+For a single miner that does not run, the status is 3 even if an operator must act.
 """
 
 from __future__ import annotations
