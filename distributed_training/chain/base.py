@@ -127,8 +127,8 @@ class Chain(abc.ABC):
     ) -> None:
         """Replace the state by one read of the chain.
 
-        ``neurons``: by uid. ``commitments``: the texts by hotkey; None: they could not be read.
-        Raises ChainError for a list that cannot be the network's; the state then stays.
+        ``neurons``: all, by uid. ``commitments``: the texts by hotkey; None: they could not be
+        read. Raises ChainError for a list that cannot be the network's; the state then stays.
         """
         if self._expected is not None and find(neurons, self._expected) is None:
             raise ChainError(f"its list of members lacks the master hotkey {self._expected}")
@@ -188,7 +188,7 @@ class Chain(abc.ABC):
         return neuron.uid if neuron is not None else None
 
     def expelled(self, hotkey: str) -> bool:
-        """Return whether the founder of the network has shut ``hotkey`` out, where one can."""
+        """Return whether the founder of the network has shut ``hotkey`` out, if one can."""
         return False
 
     def commitment(self, hotkey: str) -> str | None:

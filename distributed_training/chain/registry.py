@@ -100,7 +100,7 @@ class Busy(RefusedWrite):
 
 
 class Unusable(ValueError):
-    """The answer is no registry's, or another network's; the text gives the reason."""
+    """The answer is another network's, or not a registry's; the text gives the reason."""
 
 
 #: Errors that a link, a host's name or an answer may raise. Any other error is a fault of this

@@ -133,7 +133,8 @@ class BittensorChain(Chain):
         loop.close()
         if why:
             raise ChainError(kind + why)
-        # Look at the task's error here: a panic in the compiled part of the SDK is no Exception.
+        # Look at the task's error here: a panic in the compiled part of the SDK is not an
+        # Exception.
         if (error := task.exception()) is not None:
             raise ChainError(kind + _describe(error)) from error
 
@@ -238,7 +239,7 @@ def _committed(entry: Any) -> str:
 
     The entry has one field ``Raw<n>`` of n bytes, in hexadecimal digits. Raises ValueError for
     every other content of an entry: hashes, timelocked and larger fields, several fields, bytes
-    that are no text.
+    that are not text.
     """
     match entry:
         case {"info": {"fields": [{**field}]}} if len(field) == 1:
