@@ -15,7 +15,8 @@ from pathlib import Path
 def group_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:
     """Yield the folders of the own control group and of those above it, and their version.
 
-    ``controller``: of version 1, ``memory`` or ``cpu``. ``root``: of /proc and /sys.
+    ``controller``: the one of version 1, ``memory`` or ``cpu``. ``root``: the folder of /proc and
+    /sys.
     """
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()

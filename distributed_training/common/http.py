@@ -54,14 +54,15 @@ def answered_at(headers: Mapping[str, str]) -> tuple[float, bool]:
     """Return the time by the server's clock when it answered, and whether a cache may have.
 
     A cache keeps the origin's ``Date`` and adds its own ``Age`` (RFC 9111, 5.1), so their sum is
-    the origin's time now, to a second or two. An ``Age`` that is no number of seconds counts as 0.
+    the origin's time now, to a second or two. An ``Age`` that is not a number of seconds counts as
+    0.
 
     Args:
-        headers: Of the answer, with any form of mapping that finds lower-case names.
+        headers: The answer's, in any form of mapping that finds lower-case names.
 
     Raises:
         KeyError: Without ``Date``.
-        ValueError, OverflowError: For one that is no date.
+        ValueError, OverflowError: For one that is not a date.
     """
     age = headers.get("age")
     seconds = re.fullmatch("[0-9]{1,9}", age or "")

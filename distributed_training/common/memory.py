@@ -331,7 +331,7 @@ def host_bytes(root: Path = Path("/")) -> int | None:
     """Return the bytes of memory that this process may use; None if unknown.
 
     That is the machine's memory, or less: in Slurm, Docker and systemd the limit of a control group
-    counts, at which the kernel kills. ``root``: of /proc and /sys.
+    counts, at which the kernel kills. ``root``: the folder of /proc and /sys.
     """
     try:
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

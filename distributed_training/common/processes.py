@@ -266,7 +266,7 @@ def start_child(
     It leads a process group, so a Ctrl-C in the terminal is ours to handle.
 
     ``keep``: names of secrets that its environment has. ``variables``: what else its environment
-    has. ``options``: of Popen. Raises OSError.
+    has. ``options``: Popen's. Raises OSError.
     """
     ours, theirs = socket.socketpair()
     # Python would set both, and a session's leader cannot lead another group.
@@ -327,7 +327,7 @@ def _log_line(line: ChildLog) -> None:
 class ChildProcess:
     """A child that, from :meth:`start` to :meth:`close`, is started again whenever it ends.
 
-    ``name``: of the child in log lines, as "The uploader"; ``effect``: of its end, for the
+    ``name``: the child's in log lines, as "The uploader"; ``effect``: what its end means for the
     operator. ``module``, ``arguments``, ``options``: see :func:`start_child`.
 
     ``begin`` is called after each start and sends what the child must know first. It has the lock,
@@ -455,7 +455,7 @@ class ChildProcess:
 class Program(ChildProcess):
     """A program that knows of no parent, kept running in the same way; each line it prints is one.
 
-    ``command`` and ``environment``: of the program, which gets a session of its own. If this
+    ``command`` and ``environment`` are the program's, which gets a session of its own. If this
     process is killed the kernel sends it SIGTERM, where util-linux is installed. ``log_line`` gets
     what it prints as lines of its log. ``final``: statuses after which no start would help.
     """

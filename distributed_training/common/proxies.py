@@ -26,7 +26,7 @@ _LIKE = {"ws": "http", "wss": "https"}  # a websocket begins as a request
 
 
 def proxy_for(url: str) -> str | None:
-    """Return the proxy's URL for a request to ``url``, None where it goes straight there.
+    """Return the proxy's URL for a request to ``url``, None if it goes straight there.
 
     Proxies that are not HTTP count as not set: :func:`unusable` names them.
     """
@@ -49,7 +49,7 @@ def proxy_for(url: str) -> str | None:
 
 
 def via(url: str) -> str:
-    """Return " through the proxy HOST:PORT" where a request to ``url`` takes one, else ""."""
+    """Return " through the proxy HOST:PORT" if a request to ``url`` takes one, else ""."""
     proxy = proxy_for(url)
     return f" through the proxy {urlsplit(proxy).netloc.rpartition('@')[2]}" if proxy else ""
 
