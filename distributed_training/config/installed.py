@@ -48,6 +48,6 @@ def missing(wanted: Mapping[str, str]) -> str | None:
 
 
 def require(**wanted: str) -> None:
-    """Raise ConfigError where an extra is not installed; a value says what needs it."""
+    """Raise ConfigError if an extra is not installed; a value says what needs it."""
     if line := missing(wanted):
         raise ConfigError(line)

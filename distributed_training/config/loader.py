@@ -90,8 +90,8 @@ def refusal_of(message: str) -> ConfigError:
 def exit_with(error: ConfigError, *, of_service: bool = False) -> int:
     """Print the one line an operator sees for bad input. Return the exit status, usually 2.
 
-    ``of_service``: the program is one that pm2 or systemd starts; where its output is no terminal
-    the line gets the time, as the log's have it.
+    ``of_service``: the program is one that pm2 or systemd starts; where its output is not a
+    terminal the line gets the time, as the log's have it.
     """
     when = ""
     if of_service and not sys.stderr.isatty():
@@ -253,7 +253,7 @@ def read_argv(
 ) -> dict[str, Given]:
     """Read the command line.
 
-    ``others`` gets the words that are no flags; None: there may be none.
+    ``others`` gets the words that are not flags; None: there may be none.
 
     Raises ConfigError; SystemExit(0) for ``--help`` and ``--version``, which print.
     """
@@ -596,7 +596,7 @@ def run_folder_of(argv: Sequence[str]) -> Path:
 def _parse_sound_lines(text: str) -> dict[str, Any]:
     """Return the tables of a TOML text without the lines, ten at most, that make it none.
 
-    Raises ValueError where there are more of them.
+    Raises ValueError if there are more of them.
     """
     lines = text.split("\n")
     for _ in range(10):

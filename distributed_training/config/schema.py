@@ -42,7 +42,7 @@ _TYPES: dict[Any, tuple[str, str]] = {
 class Setting:
     """One flag or rule, and the field that it feeds.
 
-    ``name``: of the flag; of a rule, which has none, its key in the network's file.
+    ``name``: the flag's; a rule has no flag, so its name is its key in the network's file.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Setting:
 
     @property
     def bounds(self) -> str:
-        """The allowed range, for example ``1 to 100``; empty for a setting that is no number."""
+        """The allowed range, for example ``1 to 100``; empty for a setting that is not a number."""
         low = [show(part.ge) for part in self.parts if isinstance(part, Ge)]
         high = [show(part.le) for part in self.parts if isinstance(part, Le)]
         return f"{low[0]} to {high[0]}" if low and high else ""

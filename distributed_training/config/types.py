@@ -275,7 +275,7 @@ class Domain:
     """One of the texts that outer steps are judged on.
 
     ``name`` names each loss on it. ``place``: pages, python, a path or an https URL, with
-    the SHA-256 ``digest`` of a file. ``weight``: of its loss in the judged mean.
+    the SHA-256 ``digest`` of a file. ``weight``: the weight of its loss in the judged mean.
     """
 
     name: str
