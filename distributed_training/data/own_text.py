@@ -61,7 +61,7 @@ class OwnText:
     named itself must be readable. Unreadable files of a folder are ``left_out``, with a line for
     each. ``unit``: the bytes of a unit, UNIT by default.
 
-    Raises ConfigError where there is no text, PageUnavailable while a disk is away.
+    Raises ConfigError if there is no text, PageUnavailable while a disk is away.
     """
 
     def __init__(self, settings: DataSettings, counts: Counts, *, unit: int | None = None) -> None:
@@ -221,7 +221,7 @@ def require_own_text(settings: DataSettings) -> None:
 def require_one_sequence(
     settings: DataSettings, tokenizer_path: Path, eos_id: int, sequence_length: int
 ) -> None:
-    """Raise ConfigError where the text has too few tokens for one sequence."""
+    """Raise ConfigError if the text has too few tokens for one sequence."""
     tokenizer, tokens, away = TextTokenizer(tokenizer_path, eos_id=eos_id), 0, ""
     try:
         text = OwnText(settings, Counts())

@@ -1,8 +1,8 @@
 """Rows of a folder of Parquet files: on this machine, or at Hugging Face (:mod:`.hub`).
 
 Each folder that holds files is a config (the given folder itself is called ``root``); its rows are
-those of its files, sorted by name, one after the other. Of a file only its end is read, and the
-column of text of the row groups that a page is in.
+those of its files, sorted by name, one after the other. Only a file's end is read, and the text
+column of the row groups that a page is in.
 """
 
 from __future__ import annotations

@@ -111,7 +111,8 @@ class DataPipeline:
 
     Nothing here waits for a source: :meth:`ready` returns None until a block is there. ``spec``
     says what this rank reads, and where prepared blocks and fetched pages stay across restarts.
-    ``device``: for a CUDA device batches lie in pinned memory, so that copying to it does not wait.
+    ``device``: if it is a CUDA device, batches are in pinned memory, so that copying to it does not
+    wait.
 
     Raises ConfigError when ``--data.source`` names something that is not a folder.
     """

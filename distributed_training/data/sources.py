@@ -46,8 +46,8 @@ class SourceKind:
 
     ``open`` returns the rows. It raises ConfigError, or PageUnavailable where a later try may
     succeed; None stands for a kind whose rows nobody else can read. ``in_folder``: a folder stands
-    after the colon. ``for_trials``: no network's file may pin it. ``tokens``: of a kind without
-    rows; the function returns a ``block_builder.TokenSource`` for a ``WorkerSpec``, the
+    after the colon. ``for_trials``: no network's file may pin it. ``tokens``: a function, for a
+    kind without rows; it returns a ``block_builder.TokenSource`` for a ``WorkerSpec``, the
     specification and the counters.
     """
 
@@ -106,7 +106,7 @@ class Source:
     def num_rows(self) -> Mapping[str, int]:
         """Count the rows of each config.
 
-        Raises PageUnavailable: OtherData where it is not what the network's file pins.
+        Raises PageUnavailable: OtherData if it is not what the network's file pins.
         """
         if self._source is None:
             settings, source = self._opening.settings, self._open(self._opening)
@@ -121,7 +121,7 @@ class Source:
         return self._source.rows(config, row, split=split, limit=limit)
 
     def pin(self) -> Pin:
-        """Return what the source serves now; the revision is None where it names none.
+        """Return what the source serves now; the revision is None if it names none.
 
         Raises PageUnavailable.
         """
@@ -142,7 +142,7 @@ class Source:
 def readable(settings: DataSettings) -> Pin:
     """Read a page of ``--data.source`` and return what it serves.
 
-    Raises ConfigError, and PageUnavailable: NothingToRead where no miner could ever read it.
+    Raises ConfigError, and PageUnavailable: NothingToRead if no miner could ever read it.
     """
     source = Source(settings)
     pin = source.pin()

@@ -179,7 +179,7 @@ def build_tokenizer(name: str, folder: Path, *, revision: str | None = None) -> 
 
 
 def name_of_folder(folder: Path) -> str:
-    """Return the name of a folder's tokenizer: its path, or ``bytes`` where it is that one."""
+    """Return the name of a folder's tokenizer: its path, or ``bytes`` if it is that one."""
     # Ignore a damaged file, since the program that loads it says what is wrong.
     with contextlib.suppress(OSError, ValueError):
         content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
