@@ -116,5 +116,5 @@ class Exchange(Protocol):
 
 
 def upload_path(folder: Path, close: Close) -> Path:
-    """Return where the upload for ``close`` lies. ``folder``: of this member's uploads."""
+    """Return the path of the upload for ``close``. ``folder``: that of this member's uploads."""
     return folder / f"{close.tag}.safetensors"

@@ -31,7 +31,7 @@ from .store_rounds import StoreRounds
 
 log = logging.getLogger(__name__)
 
-#: Causes of a refusal that are no fault of what a member averages.
+#: Causes of a refusal that are not the fault of what a member averages.
 NO_FAULT = frozenset({"late", "not-judged"})
 HANGS = 15.0  # seconds after the end of an order in which a peer process must answer
 
@@ -56,7 +56,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Ready:
-    """The peer process listens. ``address``: as it knows it, ``/ip4/.../tcp/PORT/...``."""
+    """The peer process listens. ``address``: its own, as it knows it: ``/ip4/.../tcp/PORT/...``."""
 
     peer_id: str
     address: str
@@ -109,7 +109,7 @@ class Membership:
     ) -> Order:
         """Return the order for a close. A member that ``manifest`` refuses sits it out.
 
-        ``now``: by the store's clock. ``manifest``: the last one. ``file``: ``upload`` or
+        ``now``: the time by the store's clock. ``manifest``: the last one. ``file``: ``upload`` or
         ``average``. Raises NoAllReduce, ChainError.
         """
         merged = [each for each in manifest.merged if each.factor] if manifest else []

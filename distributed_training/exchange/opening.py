@@ -82,7 +82,7 @@ def uploads_folder(folder: Path) -> Path:
 def open_peer(
     config: Config, member: Member, folder: Path, schema: Schema, answered: Callable[[Answer], None]
 ) -> ChildProcess:
-    """Start a member's peer process. ``folder``: of the run. Raises OSError."""
+    """Start a member's peer process. ``folder``: the run folder. Raises OSError."""
     from .hivemind import Settings, start_peer
 
     swarm, identity = config.swarm, (folder / "swarm" / "identity.key").absolute()
