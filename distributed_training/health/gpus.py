@@ -248,10 +248,9 @@ def gpu_report_lines(
 ) -> list[str]:
     """Return the block printed at start, one log line each; a ❌ at its start marks a warning.
 
-    ``cuda``: the lines of :func:`describe_cuda`. ``model_device``: of the parameters, e.g.
-    ``cuda:0``. ``micro_batch`` and ``effective`` count
-    sequences; ``effective`` is over all ranks. ``expect_gpu``: False where the CPU was asked for
-    (``--neuron.device cpu``), which is one line.
+    ``cuda``: the lines of :func:`describe_cuda`. ``model_device``: the parameters' device, e.g.
+    ``cuda:0``. ``micro_batch`` and ``effective`` count sequences; ``effective`` is over all ranks.
+    ``expect_gpu``: False where the CPU was asked for (``--neuron.device cpu``), which is one line.
     """
     # Round up: 512 sequences, 2 in each micro-batch of 4 ranks, are 64 steps.
     steps = -(-effective // (micro_batch * world_size))

@@ -112,7 +112,7 @@ def check_configuration(examination: Examination) -> Iterator[Check]:
 
 
 def refuse_unknown_kinds(config: Config) -> None:
-    """Raise ConfigError where the kind of the chain, or of ``--data.source``, is unknown."""
+    """Raise ConfigError if the kind of the chain, or of ``--data.source``, is unknown."""
     chain_kind(config.chain)
     kind_of(config.data.spec)
 
@@ -271,9 +271,9 @@ def count_moments(training: TrainingSettings, shape: ModelShape) -> float:
 def refuse_model(config: Config, *, ranks: int) -> None:
     """Raise ConfigError if the model of the network's file does not fit into this machine.
 
-    ``ranks``: of this machine, which has a copy of the model. Nothing is refused if the size or the
-    memory is unknown, or if the estimate exceeds the memory by at most 15 %, since it is not more
-    exact than that.
+    ``ranks``: how many ranks this machine has, which share a copy of the model. Nothing is refused
+    if the size or the memory is unknown, or if the estimate exceeds the memory by at most 15 %,
+    since it is not more exact than that.
     """
     asked = Examination(config, ranks)
     for check in (*check_model(asked), *check_memory(asked)):
