@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"PROBLEM: {line}")
         return ExitStatus.INTERRUPTED if interrupted else ExitStatus.FAULT
     summary = subnet.summary(failures)
-    if interrupted:  # unreached goals are no problem then
+    if interrupted:  # unreached goals are not problems then
         summary = replace(summary, problems=(*failures, *subnet.problems))
     # Write it before the sample, which takes seconds and which a second Ctrl-C may end.
     summary.write(subnet.folder)

@@ -197,7 +197,7 @@ class Child:
 
     def signal(self, number: signal.Signals) -> None:
         """Signal the command itself, not its descendants: passing it on is the command's task."""
-        # Its end is no failure from here on.
+        # Its end is not a failure from here on.
         if number in (signal.SIGTERM, signal.SIGINT):
             self.stopping = True
         if self._process is not None and self.running:

@@ -113,8 +113,8 @@ class SubnetFailure(RuntimeError):
 class LocalNeuron(Child):
     """A neuron's program and its state by its events.
 
-    ``state``: of its run folder, which is ``folder`` unless the caller names another. ``flags``:
-    its settings, which are words of ``command`` too.
+    ``state``: the state of its run folder, which is ``folder`` unless the caller names another.
+    ``flags``: its settings, which are words of ``command`` too.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ def join(
 ) -> int:
     """Join a network of this machine as ``dt-join`` does; return the uid.
 
-    ``folder``: of the member. ``words``: its settings. Raises ConfigError, ChildFailure.
+    ``folder``: the member's. ``words``: its settings. Raises ConfigError, ChildFailure.
     """
     try:
         with contextlib.chdir(folder.parent), contextlib.redirect_stdout(io.StringIO()):
@@ -564,7 +564,7 @@ class LocalSubnet:
     ) -> S3ObjectStore:
         """Open a miner's bucket, else the global one, with the keys that may only read. Close it.
 
-        ``write``: with the keys that may write.
+        ``write``: open it with the keys that may write.
         """
         from distributed_training.store.s3 import S3ObjectStore
 

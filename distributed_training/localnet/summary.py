@@ -36,7 +36,7 @@ def held_out(event: Mapping[str, Any]) -> str:
 def event_line(event: Mapping[str, Any], *, of_validator: bool) -> str:
     """Return the line that the screen shows for an event; "" for an unimportant event.
 
-    ``event``: as :meth:`NeuronState.apply` returns it.
+    ``event``: an event as :meth:`NeuronState.apply` returns it.
     """
     match event:
         case {"kind": "publication", "ok": True, "revision": tag}:
