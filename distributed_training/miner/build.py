@@ -127,7 +127,7 @@ class StartupInfo:
 def describe_size(model: Mapping[str, Any], config: Config) -> str:
     """Return the model's size for a log line.
 
-    Raises ConfigError where the network's file names another number of parameters than its model
+    Raises ConfigError if the network's file names another number of parameters than its model
     has, since memory and disk are planned by that number.
     """
     parameters, _ = count_parameters(build_meta_model(model))
@@ -566,8 +566,8 @@ def first_outer_step(folder: Path, outer_step: int) -> int:
     version of the network's file may hold.
 
     Args:
-        folder: Of the checkpoints.
-        outer_step: Of the network's weights, for a start without a checkpoint.
+        folder: The folder of the checkpoints.
+        outer_step: The outer step of the network's weights, for a start without a checkpoint.
     """
     found = (folder / name for name in newest_first(folder))
     complete = next((path for path in found if is_complete(path)), None)
@@ -576,7 +576,7 @@ def first_outer_step(folder: Path, outer_step: int) -> int:
 
 
 def refuse_old_checkpoints(folder: Path) -> None:
-    """Raise WrongPlace where the checkpoints of ``folder`` are of subnet 38's kind of network.
+    """Raise WrongPlace if the checkpoints of ``folder`` are of subnet 38's kind of network.
 
     They hold another outer step's state, and weights that no network of today has.
     """
@@ -611,7 +611,7 @@ def resume_training(
         What was kept in the checkpoint; empty after a fresh start.
 
     Raises:
-        NetworkFailure: Where the weights are not this model's.
+        NetworkFailure: If the weights are not this model's.
     """
     kept: dict[str, Any] = {}
     if (restored := checkpointer.restore()) is not None:

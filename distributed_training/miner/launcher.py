@@ -12,8 +12,8 @@
       at the end, always                             -> what ranks left behind is ended
 
 Ranks that failed are started again here, up to :data:`RESTARTS` times in a row; pm2 is the net
-around that. What the outside refuses is no failure of this program: it is tried again here for as
-long as it takes. Nothing here imports torch.
+around that. What the outside refuses is not a failure of this program: it is tried again here for
+as long as it takes. Nothing here imports torch.
 """
 
 from __future__ import annotations

@@ -284,7 +284,7 @@ class RankLoop(ABC):
         return self._controller.next_command() if self._controller else None
 
     def _carry_out(self, command: Command) -> ev.Event | None:
-        """Return the event that follows, where one does.
+        """Return the event that follows, if one does.
 
         An error not answered with an event ends the miner on all ranks.
         """

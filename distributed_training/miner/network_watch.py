@@ -47,7 +47,7 @@ def read_version(reader: BucketReader, number: int) -> str | None:
 class NetworkWatch:
     """Compare what the network's bucket says of its network with the file by which we train.
 
-    ``versions``: of that file, to which this adds what the bucket has; None: there are none.
+    ``versions``: that file's, to which this adds what the bucket has; None: there are none.
     """
 
     def __init__(

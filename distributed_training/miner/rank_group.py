@@ -79,7 +79,8 @@ class RankGroup:
     """Start this machine's ranks, and end them together.
 
     Each runs ``run_rank(config)`` of the module ``program``, which this process does not import.
-    May be started again once all ranks have ended. ``stacks``: where :meth:`kill` writes them.
+    May be started again once all ranks have ended. ``stacks``: the path to which :meth:`kill`
+    writes the ranks' stacks.
     """
 
     def __init__(

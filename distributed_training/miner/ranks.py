@@ -115,7 +115,7 @@ def join_ranks(
     ``timeout`` covers every gloo collective of the control channel: a rank that does not come to a
     boundary within it ends the miner (and it is started again). ``collective_timeout`` covers each
     collective of the default group, which is the model's, and the meeting at rank 0's store; None:
-    ``timeout``. Raises NetworkFailure where ranks of several nodes do not meet.
+    ``timeout``. Raises NetworkFailure if ranks of several nodes do not meet.
     """
     rank, world_size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
     local = int(environ.get("LOCAL_WORLD_SIZE", world_size))

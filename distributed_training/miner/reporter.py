@@ -53,9 +53,9 @@ Record = Callable[..., None]  # (kind, **fields): writes an event
 class Reporter:
     """Rank 0's; subscribes to the event stream. A round is from a close to the outer step.
 
-    ``expect_gpu``: a step that used no GPU is worth a warning. ``bucket``: that uploads go to.
-    ``joined``: whether an upload was ever begun; a close before that is too early, and no fault.
-    ``upload_from``: inner steps of an outer step before its first upload.
+    ``expect_gpu``: a step that used no GPU is worth a warning. ``bucket``: the one that uploads go
+    to. ``joined``: whether an upload was ever begun; a close before that is too early, and no
+    fault. ``upload_from``: inner steps of an outer step before its first upload.
     """
 
     def __init__(

@@ -185,9 +185,9 @@ class Heartbeat:
 
 
 class Watchdog:
-    """``limit``: from one beat of a rank to its next, and from the first look to its first.
+    """Notices ranks without a beat for ``limit``, counted from our first look at the earliest.
 
-    ``ranks``: those to watch, by their numbers on this machine.
+    ``ranks``: the ranks to watch, by their numbers on this machine.
     """
 
     def __init__(self, run_folder: Path, *, ranks: Iterable[int], limit: timedelta) -> None:

@@ -266,7 +266,7 @@ def rank_device(wanted: str, local_rank: int, *, remembered: int = 0) -> torch.d
     """Return the device of ``--neuron.device``; a GPU becomes the process's current one.
 
     ``remembered``: GPUs that earlier ranks of this run folder ran on. Raises ConfigError for cuda
-    without a GPU. Raises NetworkFailure where there are fewer than ranks, and for auto if there are
+    without a GPU. Raises NetworkFailure if there are fewer than ranks, and for auto if there are
     GPUs, or were before: just after a reboot or a driver's upgrade that passes, and a rank that is
     once on the CPU would stay there, and take days for a step.
     """
