@@ -112,7 +112,7 @@ def join_subnet(config: Config, stack: ExitStack, *, folder: Path | None = None)
     """Load the wallet, connect the chain (``stack`` closes it) and find the hotkey's uid.
 
     ``folder``: a run folder, whose kept state of the chain serves while the chain is away. Raises
-    ConfigError, NetworkFailure; NotRegistered where the hotkey has no uid, and Deregistered where
+    ConfigError, NetworkFailure; NotRegistered if the hotkey has no uid, and Deregistered if
     the founder has expelled it.
     """
     # Load the wallet before any network call, so that a wrong name or a locked file is reported at

@@ -69,7 +69,7 @@ _FILES = TypeAdapter(Annotated[dict[_Name, Listed], Field(min_length=1, max_leng
 def list_files(source: Path, target: Path, *, names: set[str] | None = None) -> str:
     """Copy the files below ``source`` to ``target/DIGEST``; return the digest of their list.
 
-    ``names``: of those to take; None: all but hidden ones, as data. Raises ConfigError, OSError.
+    ``names``: the files to take; None: all but hidden ones, as data. Raises ConfigError, OSError.
     """
     made = target / ".new"
     found: dict[str, Listed] = {}
@@ -134,7 +134,7 @@ def fetch_published(
 
 
 def require_published(config: Config) -> None:
-    """Raise ConfigError on another node than node 0, which fetches, where a folder is missing."""
+    """Raise ConfigError on another node than node 0, which fetches, if a folder is missing."""
     for what, folder in config.published.items():
         # Node 0 sends the others the rows of the model.
         if what != "model" and not (folder / LIST).is_file():
@@ -247,7 +247,7 @@ def open_versions(
         network: The file that the program was started with.
         folder: The run folder, which keeps the versions.
         outer_step: From which the program continues.
-        read: Returns the text of a version in the network's bucket, None where there is none.
+        read: Returns the text of a version in the network's bucket, None if there is none.
 
     Raises:
         NetworkFailure: An older version than the file's holds, and nobody has it.

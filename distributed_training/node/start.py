@@ -108,8 +108,8 @@ def make_run_folder(config: Config, *, fstab: Path = FSTAB) -> Path:
             continue
         cause = ""
         try:
-            # A folder with files is no empty mount point. Files that the launcher writes about a
-            # refused start do not count, since it may have written them while the mount was away.
+            # A folder with files is not an empty mount point. Files that the launcher writes about
+            # a refused start do not count, since it may have written them while the mount was away.
             there = folder.iterdir() if folder.is_dir() else ()
             filled = any(path.name not in _NO_MINERS_FILES for path in there)
             if not filled and (mount := late_mount(folder, fstab)) is not None:
@@ -140,7 +140,7 @@ def sole_user(
 ) -> Iterator[None]:
     """Let one ``program`` use a run folder. The kernel frees the lock however its process ends.
 
-    ``name``: of the file that is locked; ``owner``: pid of the process that has it, if it is known;
+    ``name``: the locked file's; ``owner``: pid of the process that has it, if it is known;
     ``instead``: what else helps. Raises ConfigError.
     """
     with (folder / name).open("a") as file:
@@ -172,7 +172,7 @@ def sole_user(
 def sole_sender(config: Config) -> Iterator[None]:
     """Let one program of this machine use a hotkey in a network. Raises ConfigError.
 
-    Of two programs with one hotkey only one would be merged at each close.
+    At each close only one of two programs with the same hotkey would be merged.
     """
     from distributed_training.chain.identity import hotkey_file
 
@@ -250,11 +250,12 @@ def fetch_tokenizer(config: Config, folder: Path) -> tuple[Path, int]:
 
 
 def require_data(config: Config) -> None:
-    """Raise WrongPlace where the source serves other data than the network's file pins.
+    """Raise WrongPlace if the source serves other data than the network's file pins.
 
     In a network on members' own text, raise ConfigError where a miner's holds none.
 
-    A source that does not answer is no other data: whoever reads its pages later asks again.
+    A source that does not answer does not count as other data: whoever reads its pages later asks
+    again.
     """
     from distributed_training.data.own_text import require_own_text
     from distributed_training.data.page_source import OtherData, PageUnavailable
