@@ -57,7 +57,7 @@ class Codec:
 
     ``encode_rows(rows)``: ``rows`` are float32 ``(r, c)``, contiguous. It returns scales, float32
     ``(r, g)``, and codes, uint8 ``(r, b)``, on the device of ``rows``; ``g`` and ``b`` depend only
-    on ``c``, also where ``r`` is 0. Of values that are not finite it makes a scale that is not
+    on ``c``, even if ``r`` is 0. For values that are not finite it makes a scale that is not
     finite.
 
     ``decode_rows(scales, codes, out)``: writes ``out``, float32 ``(r, c)``, contiguous. Each scale

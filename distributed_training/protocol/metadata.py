@@ -24,7 +24,7 @@ _PARTS = (("account id", 32), ("read access key id", 32), ("read secret access k
 
 
 class CommitmentError(ValueError):
-    """A text that is no commitment of the protocol; the message never holds a credential."""
+    """A text that is not a commitment of the protocol; the message never holds a credential."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class BucketCredentials:
 
 
 def build_commitment(credentials: BucketCredentials, *, any_length: bool = False) -> str:
-    """Return the commitment: 128 ASCII characters where the lengths are R2's.
+    """Return the commitment: 128 ASCII characters if the lengths are R2's.
 
     ``any_length``: the store is known to all peers, so a commitment may have only the keys.
 

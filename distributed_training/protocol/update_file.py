@@ -235,7 +235,7 @@ def finish(path: Path, layout: UpdateLayout, sign: Sign) -> None:
     """Sign the file, durably, once all rows are written.
 
     One process calls this once, after the others: sr25519 signs with a random part, so another call
-    makes another file. Raises OSError, and ValueError where rows are missing at its end.
+    makes another file. Raises OSError, and ValueError if rows are missing at its end.
     """
     with open(path, "r+b") as file:
         size = file.seek(0, os.SEEK_END)
@@ -422,8 +422,8 @@ def digest_rows_of(parameters: Iterable[Tensor]) -> list[bytes]:
 def digest_weights(parts: Iterable[bytes]) -> str:
     """Return the digest of all weights, in hexadecimal digits.
 
-    ``parts``: of each parameter, in the schema's order, what :func:`digest_rows` gives for all its
-    rows. Ranks digest their own rows; rank 0 joins them.
+    ``parts``: what :func:`digest_rows` gives for all rows of each parameter, in the schema's order.
+    Ranks digest their own rows; rank 0 joins them.
     """
     digest = hashlib.sha256()
     for part in parts:
