@@ -183,7 +183,8 @@ class Access:
         held = {
             part.number: part
             for part in parts
-            # An etag that is no MD5 says nothing. The store compared the MD5 when the part arrived.
+            # An etag that is not an MD5 says nothing. The store compared the MD5 when the part
+            # arrived.
             if (length_and_md5 := wanted.get(part.number)) is not None
             and part.size == length_and_md5[0]
             and (not is_md5(part.etag) or same_etag(part.etag, length_and_md5[1]))

@@ -191,7 +191,8 @@ def serve(given: argparse.Namespace) -> None:
 class _Followed:
     """The network's file that ``registry`` serves, in its newest signed version.
 
-    ``place``: of the file; None: there is none. One at a URL is read at the start only.
+    ``place``: the file's path or URL; None: there is no file. One at a URL is read at the start
+    only.
     """
 
     def __init__(self, place: str | None, registry: Registry) -> None:
@@ -236,7 +237,7 @@ class _Followed:
 
 
 def _check_store(given: argparse.Namespace, config: Config | None) -> None:
-    """Raise ConfigError where ``--store`` is a folder that the registry would serve to nobody."""
+    """Raise ConfigError if ``--store`` is a folder that the registry would serve to nobody."""
     if given.store is None or (config is not None and not config.has_bucket):
         return
     why, remedy = "without --network, so the members' buckets would have no name", "give it too"

@@ -118,7 +118,7 @@ def _table(title: str, heads: Iterable[str], rows: Iterable[Iterable[str]]) -> s
 def figures(registry: Registry, counts: Mapping[str, int]) -> str:
     """Return the figures in Prometheus' text format.
 
-    ``counts``: by ``kind.what`` or ``kind/what``.
+    ``counts``: the counters, by ``kind.what`` or ``kind/what``.
     """
     view = registry.view
     gauges: dict[str, float] = {"version": view.version, "neurons": len(view.members)}

@@ -96,8 +96,8 @@ class Limits:
 class Service:
     """Serve ``registry`` on ``sock``, a listener, from :meth:`start` until :meth:`close`.
 
-    The registry stays open. ``access``: of members to the global bucket; None: by other ways.
-    ``files``: the folder in which that bucket is, if it is no S3 store's.
+    The registry stays open. ``access``: gives members access to the global bucket; None: they have
+    it by other ways. ``files``: the folder in which that bucket is, if it is not an S3 store's.
     ``follow``: reads what it serves again, called every few seconds.
     """
 

@@ -147,7 +147,7 @@ class Registry:
 
     Each write is one transaction, and raises ChainError when it is not accepted. After it the
     tables are read once to an immutable :class:`Snapshot`, so readers wait for no writer and no
-    disk. ``folder``: of the file, for lines of the log.
+    disk. ``folder``: the file's folder, for lines of the log.
     """
 
     def __init__(self, db: sqlite3.Connection, charter: Charter, folder: Path = Path()) -> None:
@@ -686,7 +686,7 @@ def restore(source: Path, folder: Path) -> Path | None:
     kept = folder / time.strftime("replaced-%Y%m%d-%H%M%S.db", time.gmtime())
     with contextlib.closing(_lock(folder)):
         temporary = folder / f".{FILE}.restored"
-        # Copy first, so that a source that is no registry changes nothing.
+        # Copy first, so that a source that is not a registry changes nothing.
         backup(source, temporary, to_restore=True)
         # The replaced file may be damaged.
         with contextlib.suppress(ConfigError, StoreFault):
