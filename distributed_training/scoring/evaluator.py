@@ -52,7 +52,7 @@ class Judged:
     """The global state that uploads are judged against.
 
     Args:
-        outer_step: Of the close.
+        outer_step: The outer step that the close belongs to.
         weights: Global weights of outer step X, float32 on the CPU, in the schema's order.
         learning_rate: The outer learning rate.
 
@@ -435,10 +435,10 @@ class Evaluation:
 
     Args:
         uid: The miner's.
-        outer_step: Of its close.
-        random: On text that nobody was assigned; None if the upload was reset.
-        assigned: On text that the miner was assigned; None if the upload was reset, where miners
-            train on text of their own, or if the miner's blocks are too short.
+        outer_step: The outer step of its close.
+        random: The comparison on text that nobody was assigned; None if the upload was reset.
+        assigned: The comparison on text that the miner was assigned; None if the upload was reset,
+            if miners train on text of their own, or if the miner's blocks are too short.
         cause: Why it was reset, as events have it: ``STALE`` (it came too late), ``NO_DATA`` (it
             could not be judged in time), ``BAD_GRADIENT`` (the file cannot be used), ``NOT_FINITE``
             (the loss after it) or ``MAKES_IT_WORSE``; empty if it was not.
@@ -515,7 +515,8 @@ class Evaluator:
         Args:
             uid: The member's.
             file: Its upload.
-            own_blocks: Of text that it was trained on, to be tried in this order; never empty.
+            own_blocks: Blocks of text that it was trained on, to be tried in this order; never
+                empty.
             judged: The global weights to apply it to, and the outer learning rate.
             random_blocks: One block, as validators draw it; more make the figures surer.
 

@@ -16,12 +16,11 @@
     --eval [N]         loss and perplexity on N sequences of validators' random pages (16)
 
 FOLDER gets config.json, model.safetensors (float32) and the tokenizer's files, all or nothing, and
-a model card, README.md. Of a network that trains adapters it gets what PEFT reads, without the
-base; --sample and --eval need --merge then. `hf upload OWNER/NAME FOLDER` sends it to the Hugging
-Face Hub.
-``AutoModelForCausalLM.from_pretrained(FOLDER)`` and lm-evaluation-harness's
-``--model hf --model_args pretrained=FOLDER`` read it.
-Exit status: 0 exported, 1 the network or the state could not be read, 2 a flag is wrong.
+a model card, README.md. If the network trains adapters, it gets what PEFT reads, without the base;
+--sample and --eval need --merge then. `hf upload OWNER/NAME FOLDER` sends it to the Hugging Face
+Hub. ``AutoModelForCausalLM.from_pretrained(FOLDER)`` and lm-evaluation-harness's ``--model hf
+--model_args pretrained=FOLDER`` read it. Exit status: 0 exported, 1 the network or the state could
+not be read, 2 a flag is wrong.
 """
 
 from __future__ import annotations
@@ -152,7 +151,7 @@ def fetch_weights(config: Config, folder: Path, outer_step: int | None) -> None:
 def find_weights(folder: Path, outer_step: int | None) -> tuple[int, Path]:
     """Return the outer step (None: the newest) of a run folder's weights, and their folder.
 
-    Raises ExportError where there are none.
+    Raises ExportError if there are none.
     """
     from distributed_training.protocol import keys
     from distributed_training.store.bucket_reader import states
@@ -209,7 +208,7 @@ def export_model(config: Config, place: Path, folder: Path, *, merge: bool = Fal
 
 
 def _frozen_file(config: Config) -> Path:
-    """Return the file of the network's frozen tensors, fetched where it is missing.
+    """Return the file of the network's frozen tensors, fetched if it is missing.
 
     Raises ConfigError, NetworkFailure.
     """

@@ -2,7 +2,7 @@
 
 A manifest says of each upload of its close whether it was merged, and if not, why. So nobody needs
 to judge an upload again: ``dt-score`` shows the verdict that counts, and ``dt-export`` the newest
-whole weights. Of the bucket, both trust only what the network's master has signed.
+whole weights. In the bucket, both trust only what the network's master has signed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def open_bucket(config: Config, stack: ExitStack) -> ObjectStore:
 
 
 class SignedChain:
-    """The newest outer step of a network as its bucket shows it; ``folder``: of our copies.
+    """The newest outer step of a network as its bucket shows it; ``folder`` keeps our copies.
 
     Raises StoreError.
     """
