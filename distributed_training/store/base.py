@@ -166,7 +166,7 @@ class ObjectStore(Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """Delete an object; a missing one is no error.
+        """Delete an object; a missing one is not an error.
 
         Args:
             key: The object's name in the bucket.
@@ -270,10 +270,10 @@ class MultipartStore(ObjectStore, Protocol):
 def put_once(store: ObjectStore, key: str, data: bytes | Section) -> str:
     """Write an object that nobody may replace; return its etag.
 
-    Of two writers one wins where the store has a method ``put_new``, which raises PreconditionError
-    if there is an object. Elsewhere the client asks first, so two writers at one moment may both
-    write. It is no error if the same bytes are there already, as after an answer that was lost.
-    Raises TakenError if other bytes are there, and StoreError.
+    If the store has a method ``put_new``, which raises PreconditionError if there is an object, one
+    of two writers wins. With other stores the client looks first, so two writers at one moment may
+    both write. It is not an error if the same bytes are there already, as after an answer that was
+    lost. Raises TakenError if other bytes are there, and StoreError.
     """
     put_new = getattr(store, "put_new", None)
     if put_new is None:
@@ -302,7 +302,7 @@ def require_same(
 
 
 def _holds(store: ObjectStore, held: ObjectInfo, data: bytes | Section) -> bool:
-    """Return whether an object has these bytes; it is read where its etag is no MD5."""
+    """Return whether an object has these bytes; read it if its etag is not an MD5."""
     if held.size != len(data):
         return False
     if is_md5(held.etag):
@@ -322,7 +322,7 @@ class OpenStore(Protocol):
     """A function that opens a bucket, registered in :data:`STORES` as a kind of store.
 
     It is called with ``settings`` (endpoint, keys, limits), ``bucket`` (the name), ``write``
-    (whether to open it for writing) and ``credentials``: those of another's bucket, as its owner
+    (whether to open it for writing) and ``credentials``: the keys of another's bucket, as its owner
     committed them, or None for our own bucket. It raises ValueError, with a line for the operator.
 
     Examples:

@@ -83,7 +83,7 @@ class BucketReader:
     def version(self, number: int) -> str | None:
         """Return the text of that version of the network's file; None if it is not there.
 
-        Bytes that are no text are replaced: no signature fits them.
+        Bytes that are not text are replaced: no signature fits them.
         """
         data = self.get(keys.VERSION.format(number), limit=LARGEST_FILE)
         return None if data is None else data.decode(errors="replace")

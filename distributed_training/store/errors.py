@@ -101,5 +101,5 @@ class DeadlineError(StoreError):
 class StoppedError(Exception):
     """The operation was ended on request; what the store holds of it stays.
 
-    It is no StoreError: whoever reports a store that fails must not report a stop.
+    It is not a StoreError: whoever reports a store that fails must not report a stop.
     """

@@ -51,10 +51,10 @@ _PORTS = {"http": 80, "https": 443}
 class Grant:
     """An answer of the registry to one request.
 
-    ``urls``: by operation (``get_object``, ``head_object``, ``put_object``) or by number of a part,
-    good for ``seconds``; a part that the store holds has no URL. ``upload_id``: of an upload in
-    parts. ``info``: describes one's own upload; None: it is not there. ``etag``: of an upload that
-    was completed.
+    ``urls``: URLs by operation (``get_object``, ``head_object``, ``put_object``) or by number of a
+    part, good for ``seconds``; a part that the store holds has no URL. ``upload_id``: the id of an
+    upload in parts. ``info``: describes one's own upload; None: it is not there. ``etag``: the etag
+    of an upload that was completed.
     """
 
     urls: dict[str, _Url] = field(default_factory=dict)
@@ -70,9 +70,9 @@ _GRANT = TypeAdapter(Grant)
 class AccessStore(S3ObjectStore):
     """The global bucket, an :class:`~.base.ObjectStore` without listing and deleting.
 
-    ``ask``: of the registry. ``settings``: the endpoint that URLs lead to, further hosts, and
-    ``public_url``, where all but ``uploads/`` is read without asking. ``private``: all machines are
-    in one private network, where http may be spoken. Raises ValueError.
+    ``ask``: sends a request to the registry. ``settings``: the endpoint that URLs lead to, further
+    hosts, and ``public_url``, where all but ``uploads/`` is read without asking. ``private``: all
+    machines are in one private network, where http may be spoken. Raises ValueError.
     """
 
     def __init__(
@@ -187,8 +187,8 @@ class AccessStore(S3ObjectStore):
     def put(self, key: str, data: bytes | Section) -> str:
         """Write one's own upload, in parts if it is large; return its etag.
 
-        An interrupted upload continues with the missing parts. It is no error if the store has the
-        same bytes already. Raises TakenError if it has others.
+        An interrupted upload continues with the missing parts. It is not an error if the store has
+        the same bytes already. Raises TakenError if it has others.
         """
         parts = [
             data.part(at, min(PART, len(data) - at))
@@ -199,7 +199,8 @@ class AccessStore(S3ObjectStore):
         digests = [md5_of(part) for part in parts]
         if (held := self.head(key)) is not None:
             own = multipart_etag(digests) if len(parts) > 1 else digests[0]
-            # An etag that is no MD5 proves nothing. Then take the object for the one sent before.
+            # An etag that is not an MD5 proves nothing. Then take the object for the one sent
+            # before.
             same = same_etag(held.etag, own) or not _OF_MD5.fullmatch(held.etag)
             if held.size == len(data) and same:
                 return held.etag
@@ -257,7 +258,7 @@ def _use_url(params: Any, context: Any, **_: Any) -> None:
 
 
 def _host_of(url: str) -> str:
-    """Return ``HOST``, or ``HOST:PORT`` where that is not the scheme's. Raises ValueError."""
+    """Return ``HOST``, or ``HOST:PORT`` if that is not the scheme's. Raises ValueError."""
     parts = urlsplit(url)
     if parts.username is not None or not parts.hostname:
         raise ValueError("no host, or a user")

@@ -262,7 +262,7 @@ class S3ObjectStore:
         self._client.close()
 
     def create_bucket(self) -> None:
-        """Create the bucket; it is no error if it is ours already. A prefix needs no creation."""
+        """Create the bucket, unless it is ours already. A prefix needs no creation."""
         with self._errors("create", self._bucket) as call:
             call(self._client.create_bucket)
 
@@ -361,7 +361,7 @@ class S3ObjectStore:
             return self._accepted(key, answer, md5)
 
     def delete(self, key: str) -> None:
-        """Delete an object; a missing one is no error."""
+        """Delete an object; a missing one is not an error."""
         with contextlib.suppress(ObjectMissingError), self._errors("delete", key) as call:
             call(self._client.delete_object, Key=key)
 
@@ -417,8 +417,8 @@ class S3ObjectStore:
     def _accepted(self, what: str, answer: dict[str, Any], md5: str) -> str:
         """Return the etag of what was written. Raises IntegrityError for that of other bytes.
 
-        The etags of some stores are no MD5. Those stores got the MD5 with the write, so they refuse
-        other bytes themselves.
+        The etags of some stores are not MD5s. Those stores got the MD5 with the write, so they
+        refuse other bytes themselves.
         """
         etag = _etag_of(answer)
         if is_md5(etag) and not same_etag(etag, md5):

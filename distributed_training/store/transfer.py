@@ -485,7 +485,7 @@ class _InParts:
     def _send_part(self, index: int) -> PartInfo:
         number, body = index + 1, self.bodies[index]
         place, held = (self.upload_id, number), self.listed.get(number)
-        # Where etags are no MD5, only what this process has sent is known to be the file's.
+        # Where etags are not MD5s, only what this process has sent is known to be the file's.
         if (
             held is not None
             and held.size == len(body)
@@ -545,7 +545,8 @@ def upload_all(store: ObjectStore, files: Iterable[tuple[str, Path]], *, until: 
 def multipart_etag(etags: Sequence[str]) -> str:
     """Return S3's etag of an object of parts: the MD5 of the parts' MD5s, and their number.
 
-    ``etags``: of the parts. Where they are no MD5s, the object's cannot be known: returns "".
+    ``etags``: those of the parts. If they are not MD5s, the object's cannot be known: it returns
+    "".
     """
     if not all(map(is_md5, etags)):
         return ""
