@@ -186,8 +186,8 @@ def plain(value: Any) -> Any:
 class EventFollower:
     """Reads a growing file of JSON lines; a line still being written is read next time.
 
-    The file may be rotated: the old one is read to its end before the new one is begun. Of a line
-    longer than 1 MiB nothing is kept in memory.
+    The file may be rotated: the old one is read to its end before the new one. Nothing of a line
+    longer than 1 MiB is kept in memory.
 
     Args:
         path: The file; it need not exist yet.

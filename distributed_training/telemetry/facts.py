@@ -82,11 +82,11 @@ class Crash:
 class Launch:
     """The launcher's state, and the content of ``launcher.json``; times in Unix seconds.
 
-    ``stage``: of a start, since ``stage_at``; ``eta_seconds`` were left then. ``text``: why a start
-    was refused, or how the miner ended. ``attempt``: the number of the start that was refused; the
-    next is at ``next_try_at``. ``stopped_by``: ``signal SIGTERM``, ``finished``, or another cause
-    of the end. ``at``: since when ``state`` holds. ``restarts``: after crashes, since the last
-    start that somebody asked for.
+    ``stage``: the stage of a start, since ``stage_at``; ``eta_seconds`` were left then. ``text``:
+    why a start was refused, or how the miner ended. ``attempt``: the number of the start that was
+    refused; the next is at ``next_try_at``. ``stopped_by``: ``signal SIGTERM``, ``finished``, or
+    another cause of the end. ``at``: since when ``state`` holds. ``restarts``: after crashes, since
+    the last start that somebody asked for.
     """
 
     state: str = "stopped"  # or starting, running, refused, stopping
@@ -117,7 +117,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes of the run folder's disk. ``needed``: for upload, checkpoint and the reserve."""
+    """Bytes of the run folder's disk. ``needed``: what upload, checkpoint and the reserve take."""
 
     free: Number
     total: Number
@@ -125,7 +125,7 @@ class Disk:
 
 
 def measure_disk(folder: Path, needed: float, now: float) -> Fact[Disk] | None:
-    """Return the room on the disk; None where its file system does not report it."""
+    """Return the room on the disk; None if its file system does not report it."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError:
@@ -181,7 +181,7 @@ class Facts:
     disk: Fact[Disk] | None = None
 
     def expected_round(self, now: float) -> float | None:
-        """Return the time of the next round; by the clock, where nobody has answered since."""
+        """Return the time of the next round; by the clock, if nobody has answered since."""
         due, period = self.next_round, self.round_seconds
         silent = self.chain_at is not None and now - self.chain_at > OFFLINE_AFTER
         silent |= self.store_silent_since is not None
@@ -220,7 +220,7 @@ class Facts:
 
     @classmethod
     def read(cls, folder: Path) -> Facts:
-        """Return the facts of a run folder: none where there is no file, or a damaged one."""
+        """Return the facts of a run folder: none if there is no file, or a damaged one."""
         return parse(cls, read_json_object(folder / FACTS_FILE) or {})
 
 
@@ -300,7 +300,7 @@ _MODES: Mapping[str, str] = {
 
 
 def _sent(facts: Facts, outer_step: int, tag: str, problem: str, at: float) -> dict[str, Any]:
-    """Return what changes where an upload was sent, or was not because of ``problem``."""
+    """Return what changes once an upload was sent, or failed because of ``problem``."""
     if problem:
         head = "" if problem.startswith(("void", "late")) else "not sent: "
         return {"joined": True, **_missed(facts, outer_step, head + problem, at)}
@@ -315,7 +315,7 @@ def _kept(facts: Facts, upload: KnownUpload) -> tuple[KnownUpload, ...]:
 
 
 def _missed(facts: Facts, outer_step: int | None, cause: str, at: float) -> dict[str, Any]:
-    """Return what changes where nothing was sent; none is missed before the first upload."""
+    """Return what changes if nothing was sent; no upload is missed before the first one."""
     if outer_step == facts.noted:
         return {}
     missed = facts.missed + facts.joined

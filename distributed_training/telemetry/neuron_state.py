@@ -149,7 +149,7 @@ class NeuronState:
         at, follows = finite(event.get("time")), dict[str, Any]()
         match event:
             case {"kind": "start" | "starting" | "refused" | "stop" as kind}:
-                # The time between two processes is no pause between two steps.
+                # The time between two processes is not a pause between two steps.
                 self._step_ended, self.starts = None, self.starts + (kind == "start")
             case {"kind": "step"}:
                 ended, self._step_ended = self._step_ended, at
@@ -157,7 +157,7 @@ class NeuronState:
                 if ended is not None and at is not None:
                     pause = at - ended - (finite(event.get("seconds")) or 0.0)
                     follows["between_seconds"] = round(max(0.0, pause), 3)
-                if event.get("skipped"):  # its loss is no point of the curve
+                if event.get("skipped"):  # its loss is not a point of the curve
                     follows["loss"] = None
                 self.steps.append(Step(*(finite({**event, **follows}.get(c)) for c in COLUMNS)))
             case {"kind": "outer_step"}:

@@ -169,7 +169,7 @@ class Notifier:
     def _find(
         self, facts: Facts, judgement: Judgement, now: float
     ) -> Iterator[tuple[str, str | None]]:
-        """Yield each trouble with its text, empty where it is not, None where that is not known."""
+        """Yield each trouble with its text: empty if there is none, None if that is not known."""
         ended, state = self._ended_by_itself(), self._file.state
         finished = ended and state.stopped_by == FINISHED
         yield "finished", state.text or "the network has ended" if finished else ""

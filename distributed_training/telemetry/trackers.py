@@ -180,7 +180,7 @@ def _first_line(error: Exception) -> str:
 
 
 def attempt(name: str, call: Callable[[], T]) -> T | None:
-    """Return what a library's call returns; None, with one line, where it fails."""
+    """Return what a library's call returns; None, with one line, if it fails."""
     try:
         return call()
     except ImportError as error:

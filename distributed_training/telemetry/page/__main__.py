@@ -96,7 +96,7 @@ class History:
         return content
 
     def _read(self, neuron: NeuronState, shown: str, now: float) -> dict[str, Any] | None:
-        """Return the facts about a neuron; None, with one line, where its disk fails."""
+        """Return the facts about a neuron; None, with one line, if its disk fails."""
         try:
             neuron.poll()
             found = {**neuron.shown(), **describe(neuron, now)}
@@ -212,8 +212,8 @@ def refuse(request: Request, token: str) -> Response | None:
         if hmac.compare_digest(given.encode(), token.encode()):
             return None
         return PlainTextResponse("the token is missing or wrong: open /?token=...\n", 401)
-    # The raw bytes decide. Starlette's request.url falls back to the server's own address where
-    # the header is no valid name, and a browser sends such names (a{b.example) for a web site.
+    # The raw bytes decide. Starlette's request.url falls back to the server's own address where the
+    # header is not a valid name, and a browser sends such names (a{b.example) for a web site.
     hosts = [value for name, value in request.scope["headers"] if name.lower() == b"host"]
     named = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
     if named is not None and request.scope.get("server"):
