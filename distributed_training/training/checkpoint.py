@@ -99,7 +99,7 @@ def newest_first(folder: Path) -> list[str]:
 
 
 def outer_step_of(checkpoint: Path) -> int | None:
-    """Return the outer step of a checkpoint; None where that cannot be read."""
+    """Return the outer step of a checkpoint; None if that cannot be read."""
     progress = (read_json_object(checkpoint / "rank-0.json") or {}).get("progress")
     reached = progress.get("outer_step") if isinstance(progress, dict) else None
     return reached if isinstance(reached, int) else None

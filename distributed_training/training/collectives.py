@@ -80,7 +80,7 @@ Result = TypeVar("Result")
 
 
 def row_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Return the first and one past the last row of ``rank``'s share; equal where it has none."""
+    """Return the first and one past the last row of ``rank``'s share; equal if it has none."""
     chunk = math.ceil(rows / world_size)
     # Cut rows as torch.chunk does: the last ranks may have fewer rows, or none.
     start = min(rows, rank * chunk)
@@ -91,8 +91,8 @@ def row_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
 class ParameterShard:
     """Rows ``start:stop`` of one parameter: the part that this rank owns.
 
-    ``dtensor``: those rows; or a plain tensor, of which each rank holds the whole. A scalar has the
-    shape (1,).
+    ``dtensor``: holds these rows; or a plain tensor, of which each rank holds the whole. A scalar
+    has the shape (1,).
     """
 
     name: str
@@ -362,8 +362,8 @@ _LOWER = 5  # added to the niceness of a thread that writes
 def enter_thread(device: torch.device, *, background: bool = False) -> None:
     """Make ``device`` the calling thread's own; first line of a thread that may touch a GPU.
 
-    ``background``: where a GPU trains, the thread also lets others go first, with the threads it
-    starts. The one that queues the GPU's work then always finds a core.
+    ``background``: if a GPU trains, the thread, with the threads it starts, also lets others go
+    first. The one that queues the GPU's work then always finds a core.
     """
     if device.type != "cuda":
         return

@@ -84,7 +84,7 @@ class BoundaryCopies:
     writers: list[threading.Event] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Wait until all values are there. Raises RuntimeError where they could not be copied."""
+        """Wait until all values are there. Raises RuntimeError if they could not be copied."""
         for each in self.copying:
             each.join()
             if each.error is not None:

@@ -125,7 +125,7 @@ class HeldWeights(ABC):
         JSON-able values are of all ranks alike. Lists of tensors are this rank's rows of every
         parameter, single tensors are only this rank's, None stands for a missing tensor.
 
-        The tensors are no copies. The next step overwrites the weights and the inner optimizer's
+        The tensors are not copies. The next step overwrites the weights and the inner optimizer's
         rows, so :attr:`copier` copies these; no other tensor is ever changed in place.
         """
 
@@ -173,8 +173,8 @@ class HeldWeights(ABC):
         Only rank 0 gives arguments; the header's ``outer_step``, ``start``, ``inner_steps`` and
         ``tokens`` are filled in here. A file at ``path`` is replaced. Training is held for vectors
         and narrow matrices, and until :meth:`boundary_copies` returns. Raises on all ranks alike
-        OSError where there is no room for the file, and RankFailedError when a rank has no memory;
-        later failures are in the handle. Raises FrozenTensorError where training has changed a
+        OSError if there is no room for the file, and RankFailedError when a rank has no memory;
+        later failures are in the handle. Raises FrozenTensorError if training has changed a
         frozen tensor.
         """
         started = time.perf_counter()

@@ -262,7 +262,7 @@ class InnerOptimizer:
     """Updates the shards in place; bits do not depend on ``offload``.
 
     ``embeddings``: names of the model's embeddings; ``matrices``: names of its decoder layers'
-    matrices. ``state``: by name, this rank's rows for every parameter, with no rows where none are
+    matrices. ``state``: this rank's rows for every parameter, by name, with no rows if none are
     kept. With ``offload`` they live in (pinned) host memory and visit the device bucket by bucket,
     in two places that are used in turn: while one bucket is computed the next one comes and the one
     before leaves, on streams of their own.

@@ -52,8 +52,8 @@ _FORM = "r=16,alpha=32,targets=all-linear,train=B"
 class LoraRules:
     """The table ``[model.settings]`` of a network's file.
 
-    ``targets``: last parts of the names of the linear layers that get adapters. ``dtype``: of the
-    base. ``base``: its name at the hub with its commit; empty: it came from a folder.
+    ``targets``: last parts of the names of the linear layers that get adapters. ``dtype``: the
+    base's. ``base``: its name at the hub with its commit; empty: it came from a folder.
     """
 
     r: Annotated[int, Field(ge=1, le=4096)]

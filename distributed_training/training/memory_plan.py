@@ -89,8 +89,8 @@ def plan_batch(*, micro_batch: int, effective: int, world_size: int) -> BatchPla
 class MemoryPlan:
     """Decided by :func:`plan_memory`, for the network's inner optimizer.
 
-    ``bytes_needed`` is an estimate for one rank's device. ``rung``: of the ladder, where 0 is the
-    fastest; ``is_last``: nothing takes less memory.
+    ``bytes_needed`` is an estimate for one rank's device. ``rung``: the place on the ladder, where
+    0 is the fastest; ``is_last``: nothing takes less memory.
     """
 
     per_block: bool

@@ -522,7 +522,7 @@ class ModelKind:
     ) -> None:
         """Write the model's tensors, which lie in ``files``, and its configuration to ``folder``.
 
-        ``merge``: as one whole model, also where a part is enough. Raises OSError, ValueError.
+        ``merge``: write one whole model, even if a part is enough. Raises OSError, ValueError.
         """
         del merge
         each = [(source, entry) for source, schema in files for entry in schema]

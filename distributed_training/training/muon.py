@@ -37,8 +37,8 @@ Arriving = tuple[Tensor, dist.Work | None]
 class MatrixRows(nn.Parameter):
     """This rank's rows of a matrix of a decoder layer.
 
-    ``whole``: the matrix's shape. ``mesh``: of (copies, shards) or of only shards, which the rows
-    lie over; None: this rank has all of them.
+    ``whole``: the matrix's shape. ``mesh``: the mesh (copies, shards), or of shards only, over
+    which the rows are spread; None: this rank has all of them.
     """
 
     whole: tuple[int, ...]

@@ -68,15 +68,15 @@ class OuterRule:
     Args:
         step: Computes new weights from a group's mean weights at the start and its mean
             pseudo-gradient, both float32 on the CPU.
-        select: Of rows ``(r, c)`` that a member would upload, returns what it sends: new rows of
+        select: Takes rows ``(r, c)`` that a member would upload; returns what it sends: new rows of
             that shape, zeros for the rest. None: all of it. What is not sent is its residual.
         feedback: Share of the residual that the next upload takes.
         groups: Takes the number of members at an outer step; returns the groups that average, by
             members' numbers. None: all together. In groups members' weights differ, so a network,
             which publishes one update for all, refuses the rule; ``examples/compare.py`` compares
             it.
-        merge: Of rows ``(members, r, c)``, new float32 ones of the uploads that are merged, clipped
-            and in the order of their uids, and of their facts in this order, returns the rows
+        merge: Takes new float32 rows ``(members, r, c)`` of the uploads that are merged, clipped
+            and in the order of their uids, and their facts in the same order. It returns the rows
             ``(r, c)`` of the pseudo-gradient that ``step`` gets. None: their mean.
 
     Examples:
@@ -109,7 +109,7 @@ class OuterRule:
 
         Args:
             rows: ``(members, r, c)``, float32 on the CPU.
-            facts: Of each member's upload, in this order.
+            facts: The facts of each member's upload, in this order.
         """
         assert self.merge is not None
         wanted = rows.shape[1:]
@@ -204,9 +204,9 @@ def outer_rule_of(
 ) -> OuterRule:
     """Return the network's outer rule, after calls with small tensors have shown that it works.
 
-    ``exchange``: the network's, hivemind or store; None: it is for no network. ``codec``: of its
-    uploads. Raises ConfigError for an unknown name, for a rule that breaks :class:`OuterRule`, and
-    for one that such a network cannot have.
+    ``exchange``: the network's, hivemind or store; None: it is for no network. ``codec``: the codec
+    of its uploads. Raises ConfigError for an unknown name, for a rule that breaks
+    :class:`OuterRule`, and for one that such a network cannot have.
     """
     name = settings.outer_rule
     rule = choose_kind(OUTER_RULES, name, key="training.outer_rule")

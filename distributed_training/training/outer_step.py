@@ -83,7 +83,7 @@ class UploadHandle(BackgroundWrite):
     def wait_for_parts(self, parts: Path, ranks: int) -> None:
         """Wait until each of the ``ranks`` of a copy has its part ready.
 
-        Raises RuntimeError where a rank failed, or after :meth:`cancel`, and TimeoutError.
+        Raises RuntimeError if a rank failed, or after :meth:`cancel`, and TimeoutError.
         """
         deadline = time.monotonic() + PARTS_TIMEOUT.total_seconds()
         # Look at files and ask no rank, since a thread's collectives would mix with those of
@@ -425,7 +425,7 @@ class OuterStep:
         return prepared.outer_step, prepared.uploaded_steps
 
     def _header_of(self, own_upload: Path | None) -> Header | None:
-        """Return the header of our upload; None where there is no whole file of it."""
+        """Return the header of our upload; None if there is no whole file of it."""
         try:
             return UpdateFile.reopen(own_upload, self._schema).header if own_upload else None
         except (ValueError, OSError):

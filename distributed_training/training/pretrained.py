@@ -47,11 +47,11 @@ def read_weights(
 ) -> Iterator[Tensor]:
     """Yield the weights as float32 copies, in the order of the model's schema.
 
-    ``frozen``: those that are not trained, in place of those that are. ``more``: another folder,
-    with what that one lacks, such as adapters. Tied weights come once,
-    under whichever of their names the folder has. Raises WeightsError for what the members' model
-    would not be: a tensor that is missing, unknown, of another shape, not finite, or, if members do
-    not train it, of other values than theirs.
+    ``frozen``: read the parameters that are not trained, in place of those that are. ``more``:
+    another folder, with what that one lacks, such as adapters. Tied weights come once, under
+    whichever of their names the folder has. Raises WeightsError for what the members' model would
+    not be: a tensor that is missing, unknown, of another shape, not finite, or, if members do not
+    train it, of other values than theirs.
     """
     model, kind = build_meta_model(model_config), kind_of(model_config)
     names: dict[nn.Parameter, list[str]] = {}

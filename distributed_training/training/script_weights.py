@@ -136,11 +136,11 @@ def optimizers_of(given: Any) -> list[Optimizer]:
 class ScriptWeights(HeldWeights):
     """The weights of ``model``, which the script's ``steps`` train. Collective.
 
-    ``tokens_per_step``: of all ranks, as the script said last. ``in_step``: whether the script has
-    already got micro-batches of an unfinished inner step, which no checkpoint contains. ``frozen``:
-    rank 0's safetensors file of the network's frozen parameters, which the model gets. Raises
-    ValueError on all ranks alike, with one line, for a model that is not that of ``model_config``
-    or that ``optimizers`` do not train.
+    ``tokens_per_step``: the tokens of all ranks, as the script said last. ``in_step``: whether the
+    script has already got micro-batches of an unfinished inner step, which no checkpoint contains.
+    ``frozen``: rank 0's safetensors file of the network's frozen parameters, which the model gets.
+    Raises ValueError on all ranks alike, with one line, for a model that is not that of
+    ``model_config`` or that ``optimizers`` do not train.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float:
 class StepMeter:
     """Measures one step after the other on ``device``.
 
-    ``utilization``: of this rank's GPU in percent; None where nothing measures it.
+    ``utilization``: how busy this rank's GPU is, in percent; None if nothing measures it.
     ``flops_per_token``: this rank's share of the model's. Without a known peak there is no MFU.
     """
 

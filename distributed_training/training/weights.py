@@ -70,8 +70,8 @@ class GlobalState:
     """The network's model between two rounds.
 
     Tensors are float32 on the CPU, in schema order, and never changed in place.
-    ``total_inner_steps``: of a miner that trained from the beginning; ``total_tokens``: of all
-    miners.
+    ``total_inner_steps``: as many as a miner has done that trained from the beginning;
+    ``total_tokens``: those of all miners.
     """
 
     model_config: Mapping[str, Any]
