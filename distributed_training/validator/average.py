@@ -182,7 +182,7 @@ class AveragingValidator(StoreValidator):
         """Return the norm of the average, and note where it differs from the mean of ``chosen``.
 
         ``chosen``: uploads and the factors that clip them; empty: nothing to compare with.
-        ``owners``: of the values, in their order: the uid that reduced them, and their count.
+        ``owners``: who reduced the values, in their order: the uid, and the count of values.
         """
         ends = torch.tensor([size for _, size in owners]).cumsum(0)
         # Sums of squares by owner: of the average, of its difference from the mean, and of the

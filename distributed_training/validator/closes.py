@@ -381,7 +381,7 @@ class CloseJudge:
                 break
 
     def _draw(self, serial: int) -> random.Random:
-        """Return what draws for a close: the same after a restart, where a seed is set."""
+        """Return what draws for a close: the same after a restart, if a seed is set."""
         return random.Random(self._seed * serial)
 
     def _judge_one(self, close: Intake, uid: int, hotkey: str, now: float) -> None:
@@ -534,7 +534,7 @@ class CloseJudge:
         return MergedSome(merged, update, header, values, self.losses_of(values.weights))
 
     def _contributors(self, judged: int) -> int:
-        """Count the members of which something is in the outer step; ``judged``: that we know."""
+        """Count the members of which something is in the outer step; we know ``judged`` of them."""
         return judged
 
     def _participants(self, close: Intake) -> frozenset[int]:

@@ -49,7 +49,7 @@ class Exports:
     """Exports the model of every ``validator.export_every``-th outer step, one at a time.
 
     ``folder``: the run folder. ``record`` writes an event.
-    ``longest``: of a command.
+    ``longest``: the longest time of a command.
     """
 
     def __init__(

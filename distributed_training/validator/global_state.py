@@ -44,10 +44,10 @@ def claim_global_bucket(
 ) -> None:
     """Write into the global bucket whose it is.
 
-    Files that are there already stay. ``versions``: of the network's file, which miners read there;
-    ``network`` is the newest. ``member``: signs, if it is the master.
+    Files that are there already stay. ``versions``: those of the network's file, which miners read
+    there; ``network`` is the newest. ``member``: signs, if it is the master.
 
-    Raises WrongPlace where it is another founder's: two networks of one name would overwrite each
+    Raises WrongPlace if it is another founder's: two networks of one name would overwrite each
     other's model. Raises StoreError.
     """
     master, sign = network.values["chain.master_hotkey"], None

@@ -1,9 +1,9 @@
 """Judge the uploads of a close in a store network: each once, and refuse one for a cause.
 
-An upload is refused for its form (it is no file of this member for this close) or for its content:
-it makes the loss on text worse by more than chance explains, or it is a copy of another upload. An
-upload whose effect chance may explain is accepted and scores 0, because an honest member must never
-be kept out.
+An upload is refused for its form (it is not a file of this member for this close) or for its
+content: it makes the loss on text worse by more than chance explains, or it is a copy of another
+upload. An upload whose effect chance may explain is accepted and scores 0, because an honest member
+must never be kept out.
 
 A copy is found by the angle between two uploads, measured at places that nobody else knows. Honest
 members train on different text, so their uploads differ. Noise that hides a copy below the limit
@@ -74,8 +74,8 @@ class Accepted:
     """An upload that was judged and may be merged.
 
     ``modified``: when it came, by the store's clock; ``sample``: its values at secret places;
-    ``factor``: by which it was multiplied when it was judged; ``share``: of the weight of one,
-    which alike uploads have together.
+    ``factor``: the factor by which it was multiplied when it was judged; ``share``: its share of
+    the weight of one upload, which alike uploads have together.
     """
 
     uid: int
@@ -117,7 +117,7 @@ class Accepted:
 class UploadJudge:
     """Judges uploads, measured from the epoch-start weights of one outer step.
 
-    ``codec``: of uploads, by the network's file; ``secret``: chooses the places to compare.
+    ``codec``: the uploads' codec, by the network's file; ``secret``: chooses the places to compare.
     """
 
     evaluator: Evaluator
@@ -147,10 +147,10 @@ class UploadJudge:
             hotkey: The member's, at the close.
             path: The file.
             judged: The epoch-start weights, and from which outer step.
-            serial: Of the close.
+            serial: The close's serial.
             start: Digest of the epoch-start weights.
             modified: When it came.
-            random_blocks: Of the text that all uploads of the close are judged on.
+            random_blocks: Blocks of the text that all uploads of the close are judged on.
             longest: The norm to which it is clipped.
 
         Raises RefusedUploadError, and DataUnavailable, StopNow, OSError, torch.AcceleratorError,
@@ -267,7 +267,8 @@ class _Secret:
 class KnownSamples:
     """Samples of what all can read, of the last outer steps, kept in the validator's ``folder``.
 
-    ``secret``: for the places, where the folder has none yet. Samples count for its places only.
+    ``secret``: the secret of the places, if the folder has none yet. Samples count for its places
+    only.
     """
 
     def __init__(self, folder: Path, secret: int) -> None:
@@ -380,7 +381,7 @@ def _limit_of_pairs(helping: Sequence[Accepted]) -> float:
 
 
 def _copy_limit(cosines: Sequence[float], place: int, helping: int) -> float:
-    """Return the cosine above which two are copies. ``place``: of the usual one, the nearest first.
+    """Return the cosine above which two are copies. ``place``: the usual one's, the nearest first.
 
     ``helping``: how many uploads help.
     """

@@ -108,9 +108,9 @@ def norm_of(upload: UpdateFile) -> float:
 class Measured(NamedTuple):
     """The judge's measurements of an upload, which decide how it is merged.
 
-    ``norm``: of all its values. ``gain``: nats per token by which it lowers the loss on text.
-    ``chance``: nats per token by which mere chance may lower it. ``share``: of the weight of
-    one upload, which alike uploads have together.
+    ``norm``: the norm of all its values. ``gain``: nats per token by which it lowers the loss on
+    text. ``chance``: nats per token by which mere chance may lower it. ``share``: its share of the
+    weight of one upload, which alike uploads have together.
     """
 
     norm: float
@@ -231,10 +231,10 @@ def count_steps(
     """Return by how many inner steps an outer step moves the schedule.
 
     Args:
-        uploads: Those that are merged, each with the inner steps that its member claims.
+        uploads: The uploads that are merged, each with the inner steps that its member claims.
         chain: The last manifests.
-        closed_at: Of this close, by the validator's clock, in seconds since 1970.
-        most: No member takes more between two closes.
+        closed_at: The time of this close by the validator's clock, in seconds since 1970.
+        most: The most inner steps that a member can take between two closes.
 
     It is the upper median of what the members claim whose uploads help and whose claims are
     possible. It is kept between a quarter of the lowest and four times the highest rate of the last
@@ -271,17 +271,18 @@ def merge_named(
 ) -> tuple[str, OuterState]:
     """Write the update of an outer step as its manifest names it; return as :func:`merge`.
 
-    The validator merges so and whoever replays the outer step, so both get the same bits.
+    The validator merges in this way, and so does whoever replays the outer step: both get the same
+    bits.
 
     Args:
         merged: What the manifest says of all accepted uploads.
         uploads: Those whose factor is not 0.
-        before: Of the outer step from which the uploads count.
+        before: The state of the outer step from which the uploads count.
         rule: The outer rule.
         average: What the members have averaged, in place of the uploads.
         path: A file that is there is replaced.
-        layout: Of the update, with its header.
-        sign: By the master.
+        layout: The update's layout, with its header.
+        sign: Signs for the master.
     """
     counted = [each for each in merged if each.factor]
     # Manifests from before uploads were carried over do not name what decides the divisor.
@@ -322,16 +323,16 @@ def merge(
 
     Args:
         uploads: Ascending by uid, at least one.
-        factors: Of each, from :func:`merge_factors` or the manifest; none is 0.
-        before: Of the outer step from which the uploads count.
-        path: Where no file is yet.
-        layout: Of the update, with its header.
-        sign: By the master.
-        divisor: Of the uploads' sum, a float32, from :func:`whole_uploads`. None: their number, as
-            in manifests from before uploads were carried over.
-        facts: Of each upload, for a rule that merges them itself.
+        factors: The factor of each, from :func:`merge_factors` or the manifest; none is 0.
+        before: The state of the outer step from which the uploads count.
+        path: A path where no file is yet.
+        layout: The update's layout, with its header.
+        sign: Signs for the master.
+        divisor: The divisor of the uploads' sum, a float32, from :func:`whole_uploads`. None: their
+            number, as in manifests from before uploads were carried over.
+        facts: The facts of each upload, for a rule that merges them itself.
 
-    Raises OSError, ConfigError where the outer rule is unknown or fails, and ValueError for values
+    Raises OSError, ConfigError if the outer rule is unknown or fails, and ValueError for values
     that became too large to be written.
     """
     chosen = choose_kind(OUTER_RULES, rule.name, key="the outer rule")

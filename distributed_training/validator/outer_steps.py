@@ -139,7 +139,7 @@ class OuterSteps(OwnCopy):
     def _make_state(self) -> bool:
         """Make a state from the newest manifest, as there is none; whether there is a manifest.
 
-        Raises ValueError where there is something, and nothing that the master has signed.
+        Raises ValueError if there is something, and nothing that the master has signed.
         """
         listed = self._retry(self._store.list_objects, "outer/")
         found = [one for info in listed if (one := keys.parse_outer_key(info.key)) is not None]
@@ -184,7 +184,7 @@ class OuterSteps(OwnCopy):
         """Write again what the store has lost; return the time by its clock, Unix seconds.
 
         A look compares the state and one more object in turn, the newest first. Raises
-        AnotherLeadsError where another validator of this network leads its rounds.
+        AnotherLeadsError if another validator of this network leads its rounds.
         """
         info = self._retry(self._store.head, keys.STATE)
         kept = self._find_copies()
@@ -398,12 +398,12 @@ class OuterSteps(OwnCopy):
         """Write the files of an outer step, its manifest last; return the bytes that were sent.
 
         Args:
-            manifest: Of the outer step, whose files lie in its place on the disk.
+            manifest: The outer step's manifest; the step's files are in its place on the disk.
             data: The signed manifest. Each try needs the same bytes, and no two signatures are
                 equal.
             uploads: The merged uploads, by uid.
 
-        Raises OSError, and AnotherLeadsError where another validator has published this outer
+        Raises OSError, and AnotherLeadsError if another validator has published this outer
         step.
         """
         n, place = manifest.outer_step, keys.outer_key(manifest.outer_step, keys.MANIFEST)
@@ -481,7 +481,8 @@ def next_state(
 ) -> State:
     """Return the state whose head is ``manifest``, or, if it is that already, a close that moved.
 
-    ``serial``: of its close, above all that the store may show. ``now``: by the store's clock.
+    ``serial``: its close's, above all that the store may show. ``now``: the time by the store's
+    clock.
     """
     at = () if before is None else before.weights_at
     if keys.MODEL in manifest.files and manifest.outer_step not in at:

@@ -82,22 +82,22 @@ class OwnCopy:
     # --- signed files -----------------------------------------------------------------------------
 
     def own_state(self) -> Signed[State] | None:
-        """Return our copy of the state; None where it is missing or damaged."""
+        """Return our copy of the state; None if it is missing or damaged."""
         return self._read_own(keys.STATE, State)
 
     def stored_state(self) -> Signed[State] | None:
-        """Return the store's state; None where that is missing, damaged or another network's."""
+        """Return the store's state; None if that is missing, damaged or another network's."""
         return self._read_stored(keys.STATE, State)
 
     def manifest(self, outer_step: int) -> Manifest | None:
-        """Return our copy of a manifest; None where it is missing or damaged."""
+        """Return our copy of a manifest; None if it is missing or damaged."""
         found = self._read_own(f"{outer_step}.json", Manifest)
         return None if found is None else found.file
 
     def find_manifest(self, outer_step: int) -> Manifest | None:
         """Return the store's manifest of an outer step, or else our copy; None: neither is there.
 
-        Raises ValueError where both are signed and differ.
+        Raises ValueError if both are signed and differ.
         """
         key, ours = keys.outer_key(outer_step, keys.MANIFEST), self.manifest(outer_step)
         theirs = self.stored_manifest(outer_step)

@@ -109,9 +109,9 @@ def read_set(folder: Path, schema: Schema, manifest: Manifest) -> OuterState:
 class Audit:
     """The result of an audit.
 
-    ``weights_from``: from that outer step to the newest each update gives the weights of its
-    manifest. ``replayed_from``: and is the merge of its uploads. None: not even the newest.
-    ``recovered``: the first outer step of the chain.
+    ``weights_from``: the outer step from which on each update gives the weights of its manifest.
+    ``replayed_from``: and is the merge of its uploads. None: not even the newest. ``recovered``:
+    the first outer step of the chain.
     """
 
     outer_step: int | None = None
@@ -171,8 +171,8 @@ def _is_whole(state: OuterState | None, manifest: Manifest) -> bool:
 class ManifestChain:
     """The chain of one network in its bucket.
 
-    ``folder``: for downloads, which are removed once they are read. Methods raise ChainBroken for
-    what does not fit, StoreError where the bucket does not answer, and OSError.
+    ``folder``: the folder of downloads, which are removed once they are read. Methods raise
+    ChainBroken for what does not fit, StoreError where the bucket does not answer, and OSError.
     """
 
     def __init__(self, bucket: BucketReader, schema: Schema, folder: Path, master: Master) -> None:
@@ -368,8 +368,8 @@ class ManifestChain:
         """Return the state after one more outer step, computed from its files and compared.
 
         Args:
-            known: The state before; None: it is not known, and files are only checked.
-            manifest: Of the outer step.
+            known: The state before it. None: it is not known, and files are only checked.
+            manifest: The outer step's manifest.
             before: The manifest of the state before.
             whole: False for only the weights, by the update.
             needed: Whether the update has to be there.
@@ -441,7 +441,7 @@ class ManifestChain:
         return chain
 
     def _check_newest(self, state: State) -> None:
-        """Raise ChainBroken where the bucket has a signed manifest that is later than its state."""
+        """Raise ChainBroken if the bucket has a signed manifest that is later than its state."""
         later = {state.outer_step + 1}
         with suppress(StoreError):  # members may not list the bucket
             listed = [
@@ -464,11 +464,12 @@ class ManifestChain:
     def audit(self, *, keep_uploads: int = 0, versions: Versions | None = None) -> Audit:
         """Check every object, and compute each outer step once more, as far back as files are kept.
 
-        A manifest that does not fit ends it: nothing after it can be believed.
+        A manifest that does not fit ends it: nothing after it can be trusted.
 
         Args:
             keep_uploads: Outer steps whose merged uploads the network keeps.
-            versions: Of the network's file, by which the rules are checked; None: they are not.
+            versions: The versions of the network's file by which the rules are checked; None: they
+                are not checked.
         """
         found = Audit()
         try:

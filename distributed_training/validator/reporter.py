@@ -114,7 +114,8 @@ class RoundReporter:
     ) -> NetworkReport:
         """Return the report of now.
 
-        ``losses``: by domain; ``closes_at``: seconds since the epoch; ``more``: fields as they are.
+        ``losses``: the losses by domain; ``closes_at``: seconds since the epoch; ``more``: further
+        fields, as they are.
         """
         now, standings = time.time(), self.standings
         members: list[MemberReport] = []

@@ -92,7 +92,7 @@ class Standings:
         self.board.update_round(
             random={j.uid: j.random.losses if j.random else RESET for j in judgements},
             assigned={j.uid: j.assigned.losses if j.assigned else RESET for j in judgements},
-            # Pages that are too short to be measured are no fault of the upload.
+            # Pages that are too short to be measured are not the fault of the upload.
             unknown={j.uid for j in judgements if j.ok and j.assigned is None},
         )
         for judgement in judgements:

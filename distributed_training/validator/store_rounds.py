@@ -122,7 +122,7 @@ _OF_NO_CLOSE: dict[str, Any] = {
 class _Reached:
     """An outer step that is merged, and published as soon as the store takes it.
 
-    ``manifest``, ``data`` and ``uploads``: for :meth:`.OuterSteps.publish`.
+    ``manifest``, ``data`` and ``uploads`` are what :meth:`.OuterSteps.publish` takes.
     """
 
     manifest: Manifest
@@ -200,7 +200,7 @@ class StoreValidator(CloseJudge):
     def tick(self) -> None:
         """Do what is due now: a round, or else weights on the chain.
 
-        Raises ChainError, Stopped, OtherRules, and AnotherLeadsError where another process leads.
+        Raises ChainError, Stopped, OtherRules, and AnotherLeadsError if another process leads.
         """
         self.follow(self.state.outer_step)
         if self.steps.emptied:
