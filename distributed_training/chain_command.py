@@ -272,8 +272,8 @@ def begin_again(
     newest that is known was signed.
 
     Args:
-        steps: Not loaded: the chain in the bucket may be damaged.
-        chain: Of the same bucket.
+        steps: The validator's, not loaded, since the chain in the bucket may be damaged.
+        chain: The reader of the same bucket.
         store: The bucket.
         config: The model's.
         period: Seconds from a close to the next.

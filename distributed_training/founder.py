@@ -84,7 +84,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = timedelta(minutes=1), timedelta(hours=1)
 
 @dataclass(frozen=True)
 class FounderPlan:
-    """A network's programs in the order of their start. ``words``: of each, after its name."""
+    """A network's programs in the order of their start. ``words``: each one's arguments."""
 
     folder: Path
     file: Path

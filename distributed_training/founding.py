@@ -176,7 +176,7 @@ def _describe_training(config: Config, members: int) -> str:
 
 
 def _refuse_another_base(model: dict[str, Any], options: argparse.Namespace) -> None:
-    """Raise ConfigError where adapters would continue on another base than they began with."""
+    """Raise ConfigError if adapters would continue on another base than they began with."""
     wanted = getattr(options, "frozen", None)
     if wanted is not None and model.get("frozen") != wanted:
         raise ConfigError(
@@ -307,7 +307,7 @@ def _choose_schedule(rules: dict[str, Any], options: argparse.Namespace) -> None
 def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
     """Add the time in which the slowest member has uploaded, unless the rules have it.
 
-    Raises ConfigError where it is above a third of the period.
+    Raises ConfigError if it is above a third of the period.
     """
     of_round, model = rules["round"], rules["model"]
     parameters = model.get("trainable_parameters", model["parameters"])

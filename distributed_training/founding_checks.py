@@ -223,7 +223,7 @@ def publish_folders(rules: dict[str, Any], target: Path) -> None:
 
 
 def _compare_tokenizers(given: Path, copied: Path) -> None:
-    """Raise ConfigError where the copied files are not a whole tokenizer."""
+    """Raise ConfigError if the copied files are not a whole tokenizer."""
     from distributed_training.data.tokenizer import build_tokenizer, tokenizer_hash
 
     found = []
@@ -269,7 +269,7 @@ def read_model(path: Path | None, *, tokenizer: str) -> dict[str, Any]:
 def check_model(model: dict[str, Any], length: Any) -> None:
     """Compare ``[model]`` with the model that peers build, and write its number of parameters.
 
-    ``length``: of a sequence; what is no number is refused with the whole file.
+    ``length``: a sequence's, in tokens; what is not a number is refused with the whole file.
 
     Raises ConfigError for a model that would be computed otherwise here, or another number.
     """
@@ -395,11 +395,11 @@ def pin_weights(
     Args:
         model: The table ``[model]`` of the file.
         target: Folder of what the validator publishes.
-        folder: Of a transformers model to begin with; None: the weights are random.
-        start: Of the trained weights, where they lie in another.
+        folder: The folder of a transformers model to begin with; None: the weights are random.
+        start: The folder of the trained weights, if they are in another.
 
     Raises:
-        ConfigError: Where the weights are not the model's, or the disk has no room.
+        ConfigError: If the weights are not the model's, or the disk has no room.
     """
     from distributed_training.node.published import list_files
     from distributed_training.training.pretrained import (

@@ -129,7 +129,7 @@ def enter(
     """Write settings and keys of a member in ``folder``, where this process goes.
 
     ``environ``: has the keys of the member's bucket, if it needs one. Returns the settings and the
-    member's uid, None where no registry gives one. Raises as :func:`join`.
+    member's uid, None if no registry gives one. Raises as :func:`join`.
     """
     others: list[str] = []
     found = read_argv(words, schema("miner"), others=others)
@@ -239,7 +239,7 @@ def _settings(
 def _register(config: Config, undo: ExitStack) -> tuple[int | None, bool]:
     """Make the hotkey if it is not there, and register it.
 
-    Returns its uid, None where no registry gives one, and whether the registry has admitted it just
+    Returns its uid, None if no registry gives one, and whether the registry has admitted it just
     now. Raises ConfigError, ChainError, _Unfinished. ``undo`` removes a hotkey that was made.
     """
     from distributed_training.chain.identity import create_wallet, hotkey_file, load_wallet

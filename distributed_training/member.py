@@ -114,7 +114,7 @@ def join(
 
     Raises:
         ValueError: With one line for settings, a model or an optimizer that do not fit.
-        RuntimeError: Where chain or store cannot be reached.
+        RuntimeError: If the chain or the store cannot be reached.
     """
     optimizers, config = optimizers_of(optimizer), _config_of(network, settings)
     if (net := _members.get(folder := config.run_folder.absolute())) is not None:
@@ -222,7 +222,7 @@ class Net(RankLoop):
         have their own. The number of sequences is ``neuron_local_batch_size_train``, 1 by default.
 
         Raises:
-            ValueError: Where members have text of their own and ``data_own_text`` names none.
+            ValueError: If members have text of their own and ``data_own_text`` names none.
         """
         if (data := self._data) is None:
             raise ValueError(
@@ -460,7 +460,7 @@ class Net(RankLoop):
 
 
 def _number(loss: Tensor | float | None) -> float:
-    """Return the loss; NaN where there is none."""
+    """Return the loss; NaN if there is none."""
     if isinstance(loss, Tensor):
         loss = loss.detach()  # torch warns of a float that has a graph
     try:

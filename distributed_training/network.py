@@ -118,13 +118,13 @@ _Word = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 _Count = Annotated[int, Field(ge=1, le=10**13)]
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Patterns = Annotated[list[str], Field(min_length=1, max_length=1000)]
-# The first character is no dash, because pip would read an option.
+# The first character is not a dash, because pip would read an option.
 _Software = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._~:/@+=%#,\[\]-]{0,299}$")]
 
 
 @checked(frozen=True, config=ConfigDict(strict=True))
 class Head:
-    """The first lines of a network's file, which are no settings. An alias is the key."""
+    """The first lines of a network's file, which are not settings. An alias is the key."""
 
     format: Literal[2, 3]
     name: _Word
@@ -177,7 +177,7 @@ VERSION_KEYS = ("version", "previous", "from_outer_step")
 
 @dataclass(frozen=True)
 class Network:
-    """One network's rules. ``values``: of the settings, by key (``training.sequence_length``)."""
+    """One network's rules. ``values``: by the settings' keys (``training.sequence_length``)."""
 
     place: str  # path or URL
     head: Head
@@ -328,7 +328,7 @@ def parse(text: str, *, place: str, keys: Collection[str]) -> Network:
 
     Args:
         place: Path or URL, to name in errors.
-        keys: Of the values that settings take; with those of :class:`Head`, all there are.
+        keys: The keys of the values that settings take; with those of :class:`Head`, all there are.
 
     Raises:
         NetworkFileError: Not TOML, an unknown or missing key, another format, unsigned, altered.
@@ -388,7 +388,7 @@ def parse(text: str, *, place: str, keys: Collection[str]) -> Network:
             raise NetworkFileError("it is not signed", "ask the founder for the signed file")
         try:
             valid = verify(_message(head.format, digest), bytes.fromhex(head.signature[2:]), hotkey)
-        except ValueError:  # chain.master_hotkey is no hotkey
+        except ValueError:  # chain.master_hotkey is not a hotkey
             valid = False
         if not valid:
             raise NetworkFileError(

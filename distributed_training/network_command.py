@@ -85,7 +85,7 @@ def _add_init_options(init: argparse.ArgumentParser) -> None:
 
 
 def _add_rules(command: argparse.ArgumentParser, *, source: str) -> None:
-    """Add the options that say which model is trained on what. ``source``: of text, by default."""
+    """Add the options that say which model is trained on what. ``source``: the text's default."""
     text, path = argument(Text), argument(File)
     model = command.add_mutually_exclusive_group().add_argument
     shape = "config.json of a Llama-like model, or 125m, 1b, 4b [one of 2 million parameters]"

@@ -78,7 +78,7 @@ def tokenizer(network: str | os.PathLike[str] | None = None) -> Any:
 
     Raises:
         ValueError: With one line for what an operator has to change.
-        RuntimeError: Where registry, store or hub do not answer.
+        RuntimeError: If the registry, the store or the hub does not answer.
     """
     from tokenizers import Tokenizer
 

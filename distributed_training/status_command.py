@@ -90,7 +90,7 @@ _NAME_ONE = "give the run folder that the miner logs at its start"
 def find_own() -> list[Path]:
     """Return the run folder of the settings here, and those of miners below this folder.
 
-    Raises ConfigError where no miner has run.
+    Raises ConfigError if no miner has run.
     """
     refused = None
     try:
