@@ -271,7 +271,7 @@ def feed(folder: Path, tokenizer: Path, *, ranks: int, blocks: int) -> None:
         f"{ranks} ranks from Parquet by ranges, 50 ms a request: {tokens / seconds:,.0f} tokens/s; "
         f"a second of a core brings {tokens / cores:,.0f}, so 560,000 need "
         f"{560_000 * cores / tokens:.1f} cores; {cores / seconds:.2f} cores were busy with it; "
-        f"{requests / pages:.2f} requests and {size / pages / 1e6:.2f} MB a page of "
+        f"{requests / pages:.2f} requests and {size / pages / 1e6:.2f} MB per page of "
         f"{tokens / (5 * ranks * blocks):,.0f} tokens; first blocks after {first:.1f} s; "
         f"{memory:.0f} MB a worker",
         flush=True,

@@ -370,7 +370,7 @@ def rows(results: dict[str, Found]) -> Iterator[tuple[str, ...]]:
     yield row("with them: the round, polls", rest, ".3f")
     received = mean(lambda member: statistics.mean(member.received))
     yield row("received", received, ".3f", bound)
-    yield row("received besides the update", [a - update for a in received], ".3f")
+    yield row("received beyond the update", [a - update for a in received], ".3f")
     ways: dict[str, Callable[[Member], float]] = {
         "utilization, inner steps": lambda member: member.by_steps,
         "utilization, not held": lambda member: member.by_held,

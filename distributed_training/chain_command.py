@@ -199,7 +199,7 @@ def _print_next(manifest: Manifest, folder: Path) -> None:
     what = "weights, momentum and residual" if manifest.momentum else "weights"
     print(
         f"outer step {manifest.outer_step} has the {what} of outer step {manifest.rewound_to} "
-        f"again, and members load them. Go on with dt-network run {folder}"
+        f"again, and members load them. Continue with dt-network run {folder}"
     )
 
 

@@ -150,7 +150,7 @@ def start_peer(
     peer = ChildProcess(
         "The DHT peer",
         module,
-        effect="rounds go on without its average, and uploads count as before",
+        effect="rounds continue without its average, and uploads count as before",
         begin=lambda: peer.send(settings),
         receive=lambda one: ready(one) if isinstance(one, Ready) else answered(one),
     )

@@ -252,7 +252,7 @@ def fetch_tokenizer(config: Config, folder: Path) -> tuple[Path, int]:
 def require_data(config: Config) -> None:
     """Raise WrongPlace if the source serves other data than the network's file pins.
 
-    In a network on members' own text, raise ConfigError where a miner's holds none.
+    In a network on members' own text, raise ConfigError if a miner's holds none.
 
     A source that does not answer does not count as other data: whoever reads its pages later asks
     again.

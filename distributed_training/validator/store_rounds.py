@@ -140,7 +140,7 @@ class StoreValidator(CloseJudge):
     """Leads rounds through the store, which only ``steps`` writes.
 
     Call :meth:`start`, then :meth:`run`. A stop ends both soon. ``after_step`` gets each new state
-    and returns at once. ``follow`` gets the outer step, and raises OtherRules where another version
+    and returns at once. ``follow`` gets the outer step, and raises OtherRules if another version
     of the network's file holds. ``publish_files`` writes the network's files into a store that was
     emptied; it raises StoreError.
     """

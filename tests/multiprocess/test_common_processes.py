@@ -159,11 +159,11 @@ parent.send("ready")
 """
 
 
-@pytest.mark.parametrize("moment", ["waits", "stopped", "by the socket alone"])
+@pytest.mark.parametrize("moment", ["waits", "stopped", "only by the socket"])
 def test_a_child_ends_with_its_parent(
     tmp_path: Path, tree: Tree, start: Start, moment: str
 ) -> None:
-    alone = moment == "by the socket alone"
+    alone = moment == "only by the socket"
     code = ANSWERS.format(
         more=", ends=None" if alone else "",
         then="parent.end_with_parent(); time.sleep(600)" if alone else "time.sleep(600)",

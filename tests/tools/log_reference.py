@@ -21,7 +21,7 @@ LINE = re.compile(
 #: Words by which a warning says itself that the program handles it, or names the remedy: a flag, a
 #: setting, a command. Such a line needs no row on the page.
 EXPLAINS_ITSELF = re.compile(
-    r"\bagain\b|\b(?:continues?|goes on|[Gg]oing on|is repeated|left out|kept|is used|not used)\b"
+    r"\bagain\b|\b(?:continues?|[Gg]oing on|is repeated|left out|kept|is used|not used)\b"
     r"|needs? to be done|not affected|\byet\b|for now|until (?:it|the next)|before the next"
     r"|next try|once (?:more|that)|report it|--\w+[._]\w+|\.env\b|HF_TOKEN|timedatectl|nvidia-smi"
     r"|`python |\bcounts\b|is over\b|keep enough free|leave it out|^Verdict: "

@@ -1,10 +1,11 @@
-"""Check the prose of docstrings, comments, log calls and documents. Run by `make lint`.
+"""Check the prose of docstrings, comments, other strings and documents. Run by `make lint`.
 
     python -m tests.tools.prose
 
-It refuses sentences of more than 35 words, words that make a reader stop (`alone` for *only*,
-`goes on` for *continues*), `bytes a parameter` for *per parameter*, and comments that begin with
-*else*. In the product it also refuses comments that begin with *of*, which lack their noun.
+It refuses sentences of more than 35 words, and words that make a reader stop (`alone` for *only*,
+`goes on` for *continues*). It refuses `bytes a parameter` for *per parameter*, `Raises X where` for
+*if*, and comments that begin with *else*. In the product it also refuses comments that begin with
+*of*, which lack their noun.
 CONTRIBUTING.md has the rules. test_document_figures.py checks citations of docs/protocol.md.
 """
 
@@ -27,13 +28,14 @@ BANNED = re.compile(
 )
 CALQUES = re.compile(
     r"\b(alone|belongs? into|beside|go(es)? on|is told|likewise|so (long|many)"
-    r"|found (a|the|your|its) (own )?network|founded network)\b",
+    r"|found(ed)? ((a|the|your|its) (own )?)?network|raises? ((?-i:[A-Z]\w+)\W+|and )+where)\b",
     re.I,
 )
 PER = re.compile(
     r"\b(bytes?|seconds?|tokens?|values?|[MG]B|s|nats) an? (parameter|token|value|row|block|page"
     r"|(inner |outer )?step|request|round|line|rank|sequence|shard)\b"
 )
+PROSE = re.compile(r" (a|and|are|at|be|for|from|has|in|is|it|not|of|on|the|to|with) ")  # no names
 HEADLESS, ELSE = re.compile(r"^of\b", re.I), re.compile(r"^else\b", re.I)  # of a comment
 HEADED = "distributed_training"
 NONE = re.compile(r": none\b", re.I)  # in documents; docstrings say what a None means
@@ -60,13 +62,12 @@ def calques(text: str, *patterns: re.Pattern[str]) -> Iterator[str]:
 
 
 def of_code(path: Path) -> Iterator[str]:
-    """Yield what is wrong with the docstrings, comments and log calls of a module."""
+    """Yield what is wrong with the docstrings and other strings of a module."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             line, text = getattr(node, "lineno", 1), ast.get_docstring(node) or ""
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("log."):
-            words = [a.value for a in node.args if isinstance(a, ast.Constant)]
-            line, text = node.lineno, " ".join(w for w in words if isinstance(w, str))
+        elif isinstance(node, ast.Constant) and PROSE.search(str(node.value)):
+            line, text = node.lineno, str(node.value)
         else:
             continue
         yield from (f"{line}: {found}" for found in (*findings(text), *calques(text, CALQUES, PER)))
