@@ -489,7 +489,7 @@ def _refuse_data(flat: Mapping[str, Any]) -> None:
     ):
         raise NetworkFileError(
             "data.own is true, so nobody has the members' text to judge them on",
-            "name files in data.held_out, and leave data.selection out",
+            'name other texts, data.held_out = ["NAME=FILE"], and leave data.selection out',
         )
     if flat.get("data.selection") != 2:
         if flat.get("data.held_out") == "pages":

@@ -204,9 +204,9 @@ class _Trial:
                 )
             last = (member.last_lines() or ["it printed nothing"])[-1]
             return (
-                f"the script of {member.name} ended with status {member.exit_status} at inner step "
-                f"{member.state.inner_step}, before outer step {self.reached + 1}: {last} "
-                f"({member.log})"
+                f"the script of {member.name}, which ran in {member.folder}, ended with status "
+                f"{member.exit_status} at inner step {member.state.inner_step}, before outer step "
+                f"{self.reached + 1}: {last} ({member.log})"
             )
         if time.monotonic() - self.reached_at > self.longest:
             each = "; ".join(f"{m.name} {_stage(m)}" for m in self.members.values())
