@@ -6,7 +6,8 @@ signature (43 us). A signature covers the lines of :func:`_btauth_text`. The sch
 bittensor's (its guide "Signed requests"), whose client a registry's members do not need.
 
 A nonce is the caller's clock in nanoseconds. A call is fresh while its nonce is at most some
-seconds old by our clock (:func:`check_fresh`). Whoever answers remembers the nonces of each hotkey.
+seconds old by our clock (:func:`check_fresh`). The program that answers remembers the nonces of
+each hotkey.
 """
 
 from __future__ import annotations

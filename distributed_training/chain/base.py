@@ -194,7 +194,7 @@ class Chain(abc.ABC):
     def commitment(self, hotkey: str) -> str | None:
         """Return the text last committed by ``hotkey``.
 
-        None when there is none, or none of the network's form. Raises ChainUnavailable also when
+        None when there is none, or none of the network's form. Raises ChainUnavailable even when
         only the commitments could not be read yet.
         """
         self._check()
@@ -236,7 +236,7 @@ class Chain(abc.ABC):
 
     @abc.abstractmethod
     def set_weights(self, weights: Mapping[int, float]) -> None:
-        """Write weights by uid where the chain pays by them. Raises ChainError.
+        """Write weights by uid if the chain pays by them. Raises ChainError.
 
         They need not sum to one.
         """

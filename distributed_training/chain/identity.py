@@ -135,7 +135,7 @@ SERVICES = (
 )
 _ANY_HOST = "192.0.2.1"  # nobody has this address, so the default route leads there
 _MOST_BYTES = 256  # bytes of an answer; the login page of a proxy has more
-_ALIKE = 2  # equal answers before an address is believed
+_ALIKE = 2  # equal answers before an address is trusted
 
 
 class AddressUnknown(RuntimeError):

@@ -389,7 +389,7 @@ class RegistryChain(Chain):
             shown = state.writes_of(own)
             if {**shown, **self._written} != shown or not shown:
                 # The registry came back without a write of ours. Repeat it before the state is
-                # believed, because our older endpoint would look like that of somebody else.
+                # trusted, because our older endpoint would look like that of somebody else.
                 log.warning(
                     "The registry at %s went back from version %d to %d: it was restored from an "
                     "older backup; endpoint and commitment are written again, nothing needs to be "

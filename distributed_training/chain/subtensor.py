@@ -1,7 +1,7 @@
 """The public chain, through bittensor 11's own client.
 
 It shows who is registered, who may lead, where a member's own bucket is (its commitment) and where
-its DHT peer is (its axon, with the peer's id as the axon's certificate). One endpoint is asked,
+its DHT peer is (its axon, with the peer's id as the axon's certificate). It asks one endpoint,
 every few minutes and over a connection of its own. A read that fails leaves the last known state.
 
 The client has no deadlines: a node that accepts the connection and stays silent would hold it for
@@ -40,7 +40,7 @@ _PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,64}")  # base58; a certificate h
 
 
 def chain_endpoint(settings: ChainSettings) -> str:
-    """Return the URL of the node that is asked."""
+    """Return the URL of the node that it asks."""
     from bittensor.settings import resolve_endpoint
 
     return str(resolve_endpoint(settings.chain_endpoint or settings.network)[1])
