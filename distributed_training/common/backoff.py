@@ -139,7 +139,7 @@ class Buckets:
         now = self._clock()
         level = self._level(key, now)
         enough = level >= 1.0
-        # Keep the key also when it is refused: a key that was forgotten would have a full bucket
+        # Keep the key even when it is refused: a key that was forgotten would have a full bucket
         # again.
         self._levels[key] = (level - 1.0 if enough else level, now)
         self._levels.move_to_end(key)

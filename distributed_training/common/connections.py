@@ -56,8 +56,8 @@ class Bounds:
 class BoundedConnection(H11Protocol):
     """A connection whose client sends a request in time, and reads its answer.
 
-    Where there are too many, the one that has waited longest for a request makes room: whoever
-    sends a whole request at once is answered, however many others send slow ones.
+    Where there are too many, the one that has waited longest for a request makes room: a client
+    that sends a whole request at once is answered, however many others send slow ones.
     """
 
     bounds: Bounds

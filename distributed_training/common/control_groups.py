@@ -30,7 +30,7 @@ def group_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[Pat
         if controllers:
             # Some distributions link "cpu" to "cpu,cpuacct".
             mount /= controller if (mount / controller).is_dir() else controllers
-        # In a container the path may be the host's, and the limit lies at the mount.
+        # In a container the path may be the host's, and the limit is at the mount.
         own = mount / path.strip("/")
         for folder in (own, *(parent for parent in own.parents if parent.is_relative_to(mount))):
             yield folder, 1 if controllers else 2

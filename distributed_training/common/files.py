@@ -52,7 +52,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 def sync_folder(folder: Path) -> None:
     """Make the folder's entries (a rename, a new file) survive a power loss.
 
-    Does nothing where the file system has no such operation, as some network disks and vboxsf.
+    Does nothing if the file system has no such operation, as some network disks and vboxsf.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -89,7 +89,7 @@ def atomic_file(
     """Yield a file that appears under ``path`` whole when the block ends, or not at all.
 
     The folder is made if it is missing. ``durable=False`` leaves out the syncs: for what a power
-    loss may take. ``private``: nobody else may read it. ``new``: FileExistsError where there is
+    loss may take. ``private``: nobody else may read it. ``new``: FileExistsError if there is
     one. Raises OSError, its ``filename`` always set; nothing is left behind then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,7 +167,7 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
     """
     try:
         with path.open("rb") as handle:
-            # Bound the bytes that are read: the file may grow after its size was asked.
+            # Bound the bytes that are read: the file may grow after we have asked for its size.
             data = handle.read(LARGEST_JSON + 1)
     except OSError:
         return None
@@ -254,7 +254,7 @@ def rotated(path: Path) -> Path:
 
 
 def open_at_once(path: str | Path) -> IO[bytes]:
-    """Open a file to read; a pipe without a writer is not waited for. Raises OSError."""
+    """Open a file to read, without waiting for the writer of a pipe. Raises OSError."""
     # If the opener has opened a folder, open() closes it.
     return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 

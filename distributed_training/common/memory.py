@@ -94,7 +94,7 @@ def _size(config: Mapping[str, Any], name: str, default: int = 0) -> int:
 class ModelShape:
     """The sizes of a ``config.json`` that the formulas use.
 
-    ``part``: how many parameters are trained, where that is not all of them. Checkpoints, copies
+    ``part``: how many parameters are trained, if that is not all of them. Checkpoints, copies
     and the optimizer hold nothing of the others, which have ``itemsize`` bytes each.
     """
 
@@ -121,7 +121,7 @@ class ModelShape:
     ) -> ModelShape:
         """Read the sizes of a Hugging Face config.
 
-        ``parameters``: their true count; needed where a Llama's formula does not give it, as with
+        ``parameters``: their true count; needed if a Llama's formula does not give it, as with
         a mixture of experts. Raises ValueError.
         """
         if parameters is None and (kind := config.get("model_type")) not in _COUNTED:
@@ -284,7 +284,7 @@ def host_memory(shape: ModelShape, how: Arrangement) -> int:
     residual and the new weights), and 4 more if a roll-back has lost what the upload was written
     from (training/outer_step.py).
 
-    *Model*: what would be on the devices, where there are none. *Data*: the workers that fetch and
+    *Model*: what would be on the devices, if there are none. *Data*: the workers that fetch and
     tokenize take WORKER_BYTES each.
     """
     n = shape.trained
@@ -322,7 +322,7 @@ def disk_space(shape: ModelShape, *, keep_checkpoints: int, moments: float = 2) 
 def checkpoint_bytes(trained: int, moments: float = 2) -> int:
     """Return the bytes on disk of one checkpoint of a model that trains ``trained`` parameters.
 
-    With the outer step's start and momentum, which its first checkpoint also writes.
+    This includes the outer step's start and momentum, which its first checkpoint also writes.
     """
     return round((8 + 4 * moments + 8) * trained)
 

@@ -29,10 +29,10 @@ def listen(address: str, port: int, *, backlog: int | None = None) -> socket.soc
 def free_ports(count: int) -> list[int]:
     """Return ports of 127.0.0.1 that are free, all different.
 
-    They lie below the range from which the system takes ports for outgoing connections, or one of
-    these might take a port between now and its use. Each process begins at a random place and
-    gives no port twice until it has tried all, so that two which ask at the same time hardly ever
-    get the same one. Raises OSError if there are fewer.
+    They are below the range from which the system takes ports for outgoing connections, or one of
+    these might take a port between now and its use. Each process begins at a random place and gives
+    no port twice until it has tried all, so that two which ask at the same time hardly ever get the
+    same one. Raises OSError if there are fewer.
     """
     try:
         end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])

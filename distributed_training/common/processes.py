@@ -210,7 +210,7 @@ def kill_tree(pid: int) -> None:
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     """Have the kernel send this process ``number`` when the thread that started it ends.
 
-    Call it in the main thread. Not inherited by children. Does nothing where there is no prctl.
+    Call it in the main thread. Children do not inherit it. It does nothing if there is no prctl.
     """
     parent = os.getppid()
     if sys.platform == "linux":
@@ -456,7 +456,7 @@ class Program(ChildProcess):
     """A program that knows of no parent, kept running in the same way; each line it prints is one.
 
     ``command`` and ``environment`` are the program's, which gets a session of its own. If this
-    process is killed the kernel sends it SIGTERM, where util-linux is installed. ``log_line`` gets
+    process is killed the kernel sends it SIGTERM, if util-linux is installed. ``log_line`` gets
     what it prints as lines of its log. ``final``: statuses after which no start would help.
     """
 
@@ -493,7 +493,7 @@ def _start_program(
 def with_starter() -> tuple[str, ...]:
     """Return the words before a command that end it when the thread that started it is gone.
 
-    Not by ``preexec_fn``, which runs Python between fork and exec while our threads run.
+    It avoids ``preexec_fn``, which runs Python between fork and exec while our threads run.
     """
     words = ("setpriv", "--pdeathsig", "TERM")  # util-linux
     return words if shutil.which(words[0]) else ()
