@@ -90,7 +90,7 @@ def refusal_of(message: str) -> ConfigError:
 def exit_with(error: ConfigError, *, of_service: bool = False) -> int:
     """Print the one line an operator sees for bad input. Return the exit status, usually 2.
 
-    ``of_service``: the program is one that pm2 or systemd starts; where its output is not a
+    ``of_service``: the program is one that pm2 or systemd starts; if its output is not a
     terminal the line gets the time, as the log's have it.
     """
     when = ""
@@ -456,7 +456,7 @@ def load_config(
     """Return the configuration of one neuron.
 
     ``argv`` without the program's name. ``environ`` is ``os.environ`` if None; ``dotenv`` need not
-    exist. ``file``: TOML of flags that is read where there is one and ``--config`` names no other
+    exist. ``file``: TOML of flags that is read if there is one and ``--config`` names no other
     (:data:`~.model.OPERATORS_FILE`). ``check=False`` skips the checks across settings
     (``config.problems`` lists them).
     ``--help`` and ``--version`` print and raise SystemExit(0).

@@ -78,7 +78,7 @@ class Config(AllSettings):
 
     @property
     def any_key(self) -> bool:
-        """True where a key of the store may have any length, and needs no account.
+        """True if a key of the store may have any length, and needs no account.
 
         All peers know the store then, and the commitment is not on a public chain.
         """
@@ -86,12 +86,12 @@ class Config(AllSettings):
 
     @property
     def reads_text(self) -> bool:
-        """False where only a script reads the text that it trains on."""
+        """False if only a script reads the text that it trains on."""
         return not (self.of_script and self.data.own and not self.data.own_text)
 
     @property
     def has_bucket(self) -> bool:
-        """True where each member has a bucket of its own, False where a registry gives access."""
+        """True if each member has a bucket of its own, False if a registry gives access."""
         return self.store.access == "own"
 
     @property
@@ -171,12 +171,12 @@ class Config(AllSettings):
 
     @property
     def averages(self) -> bool:
-        """True where members also average over hivemind at each close."""
+        """True if members also average over hivemind at each close."""
         return self.rounds.exchange == "hivemind"
 
     @property
     def takes_ports(self) -> bool:
-        """True where the members of this network connect to each other's machines."""
+        """True if the members of this network connect to each other's machines."""
         return self.averages
 
     @property

@@ -1,4 +1,4 @@
-"""Names that a start script, ``.env`` or ``miner.toml`` of before may hold, and no setting has now.
+"""Names that an older start script, ``.env`` or ``miner.toml`` may hold, and no setting has now.
 
 Each is accepted with a warning: the public miner's guides name many, and none of them may end a
 miner. Only a value by which a miner would do something else than its operator wants is refused.

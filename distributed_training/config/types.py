@@ -91,7 +91,7 @@ def flag(
     ``ge`` and ``le`` are the smallest and largest value; every number, duration and size has both,
     here or in its type. ``env`` names an environment variable that may give the value as well. A
     field of type ``Secret`` comes from ``env`` only. ``network``: the key under which a network's
-    file gives the value where the operator does not.
+    file gives the value if the operator does not.
     """
     return _declare(name, default, ge=ge, le=le, env=env, network=network)
 
@@ -329,7 +329,7 @@ Ipv4Address = Annotated[
         lambda text: "[" not in text and is_ip(text, versions=(4,)),
     ),
 ]
-# An address that is found out if none is given, which older settings call "auto".
+# An address that the program finds if none is given, which older settings call "auto".
 Found = Annotated[
     T | None, BeforeValidator(lambda value: None if str(value).lower() == "auto" else value)
 ]
@@ -360,7 +360,7 @@ def _check_endpoint(text: str) -> str:
         raise ValueError("an http:// or https:// URL without user and password, or folder:///PLACE")
     parts = urlsplit(text)
     host, rest = parts.hostname or "", re.sub(r"^[^:]*://[^/?#]*", "", text)
-    # Some stores lie below a path. One that a bucket could be called is what R2's dashboard shows.
+    # Some stores are below a path. One that a bucket could be called is what R2's dashboard shows.
     path = rest.strip("/")
     is_r2 = host.endswith(".r2.cloudflarestorage.com")
     if path and (is_r2 or "//" in rest or rest != parts.path or _is_bucket(path)):

@@ -52,7 +52,7 @@ def parse_version(text: str, known: Network) -> Network:
 
 
 def under(config: Config, network: Network) -> Config:
-    """Return ``config`` with the rules of ``network`` in the place of its own. Raises ConfigError.
+    """Return ``config`` with the rules of ``network`` in place of its own. Raises ConfigError.
 
     If the file only gives a default, a value that the operator has set is kept.
     """
@@ -125,7 +125,7 @@ class Versions:
     def look(self, read: Callable[[int], str | None], *, quiet: bool = False) -> str:
         """Add the versions around the known ones that ``read`` finds. Return the refused ones.
 
-        ``read``: the text of a version by its number, None where there is none.
+        ``read``: the text of a version by its number, None if there is none.
         """
         refused = ""
         # Look backwards first, so that a damaged new version cannot hide the one that holds today.
