@@ -159,7 +159,7 @@ def open_tokens(spec: WorkerSpec, counts: Counts) -> TokenSource:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A block whose tokens lie in ``path``; see :mod:`.shards`."""
+    """A block whose tokens are in ``path``; see :mod:`.shards`."""
 
     block: int
     path: Path

@@ -32,7 +32,7 @@ from distributed_training.config.settings import DataSettings
 from .page_source import Counts, NothingToRead, PageUnavailable
 from .parquet import ParquetSource, is_no_data
 
-#: The most bytes that are read at once: a column of a row group, as it lies in the file.
+#: The most bytes that are read at once: a column of a row group, as it is in the file.
 LARGEST_READ = 64 * 2**20
 _READ_AHEAD = 2**16  # bytes of a file's end that pyarrow reads first
 _MOST_FILES = 50_000

@@ -178,7 +178,7 @@ class OwnTokens:
             try:
                 rows = [*self._text.rows(unit)]
             except (OSError, ValueError) as error:
-                # Fail the whole block, which is requested again, or text would be lost where a disk
+                # Fail the whole block, which is requested again, or text would be lost if a disk
                 # is away for a moment.
                 raise_if_it_may_pass(error, Path(str(getattr(error, "filename", "own text"))))
                 missing.append(" ".join(str(error).split()))
@@ -255,7 +255,7 @@ def _listed(given: tuple[str, ...]) -> dict[Path, bool]:
         try:
             path = Path(text).expanduser()
             below = sorted(files_below(path)) if path.is_dir() else [path]
-        # RuntimeError is raised where no user has this name.
+        # RuntimeError is raised if no user has this name.
         except (OSError, RuntimeError) as error:
             raise_if_it_may_pass(error, Path(text))
             raise ConfigError(_refusal(f"{text} cannot be read ({error})")) from None
@@ -300,7 +300,7 @@ def _lines(file: Any, begin: int, end: int) -> Iterator[bytes | None]:
 
 
 def _pieces(row: str) -> Iterator[str]:
-    """Cut a long row, behind a line or a word where there is one."""
+    """Cut a long row, behind a line or a word if there is one."""
     while len(row) > _PIECE:
         cut = 1 + max(row.rfind("\n", 1, _PIECE), row.rfind(" ", 1, _PIECE))
         cut = cut if cut > _PIECE // 2 else _PIECE

@@ -266,7 +266,7 @@ class DataPipeline:
             self._compare_speeds()
 
     def _compare_speeds(self) -> None:
-        """Start one more worker, or warn, where blocks are prepared more slowly than trained on."""
+        """Start one more worker, or warn, if blocks are prepared more slowly than trained on."""
         per_worker = self._prepare_seconds / len(self._workers)
         may_grow = self._settings.workers == "auto" and len(self._workers) < MOST_WORKERS
         if may_grow and per_worker > _NARROW * self._train_seconds:
@@ -309,7 +309,7 @@ class DataPipeline:
         return batch
 
     def missed(self, seconds: float) -> None:
-        """Note that the loop had nothing to train on; the next batch counts it as waited for."""
+        """Note that the loop had nothing to train on; the next batch counts this wait."""
         if self._served_at:  # before the first batch it is the time of the start
             self._missed += seconds
 

@@ -2,7 +2,7 @@
 
 A file has ``magic`` (8 bytes), the length of the header (uint32, little endian), the header, and
 the tokens. The header is JSON, padded with blanks so that the data begins at a multiple of 64. The
-tokens are little endian: uint16 where the vocabulary has at most 65536 entries, and else uint32.
+tokens are little endian: uint16 if the vocabulary has at most 65536 entries, and else uint32.
 The header names dtype, sequence length, number of sequences, the tokenizer's hash, its EOS id and
 vocabulary, and the SHA-256 of the tokens.
 """

@@ -44,7 +44,7 @@ class Opening:
 class SourceKind:
     """One kind of source.
 
-    ``open`` returns the rows. It raises ConfigError, or PageUnavailable where a later try may
+    ``open`` returns the rows. It raises ConfigError, or PageUnavailable if a later try may
     succeed; None stands for a kind whose rows nobody else can read. ``in_folder``: a folder stands
     after the colon. ``for_trials``: no network's file may pin it. ``tokens``: a function, for a
     kind without rows; it returns a ``block_builder.TokenSource`` for a ``WorkerSpec``, the
