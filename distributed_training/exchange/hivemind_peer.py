@@ -103,7 +103,7 @@ def _own_scratch(identity: Path) -> Path:
     scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
     with contextlib.suppress(OSError):  # a full disk: the folder stays after a kill
         note.write_text(str(scratch))
-    # Torch removes the folder of its shared memory itself, and aborts where that is gone already.
+    # Torch removes the folder of its shared memory itself, and aborts if that is gone already.
     os.environ["TMPDIR"], tempfile.tempdir = place, str(scratch)
     P2P._UNIX_SOCKET_PREFIX = f"/unix{scratch}/"
     return scratch
@@ -259,7 +259,7 @@ class Averager(DecentralizedAverager):
                 group_id=group_info.group_id,
                 ordered_peer_ids=peers,
                 # hivemind balances by the bandwidth and mode that each peer gives, which it may
-                # forge, and by a solver that SciPy has no longer. So all members reduce as much.
+                # forge, and by a solver that SciPy no longer has. So all members reduce as much.
                 peer_fractions=[float(str(peer) != self._order.leader) for peer in peers],
                 **given,
             )
@@ -366,7 +366,7 @@ def _own_the_log() -> None:
 def main(peer_class: type[Peer] = Peer) -> None:
     """Carry out the parent's orders until a process ends; ``peer_class``: another one in tests.
 
-    The parent starts all processes again when this one ends: by SIGALRM where it hangs, and after
+    The parent starts all processes again when this one ends: by SIGALRM if it hangs, and after
     failures in a row, since a DHT that has lost all peers never finds them again.
     """
     parent_process = _first.parent()

@@ -115,10 +115,10 @@ class StoreRounds:
         self._counted = 0
         self._largest_update = 0
         self._ahead: float | None = None  # the store's Unix time minus the steady clock
-        self.clock_offset: float | None = None  # our Unix time minus the store's, where it is known
+        self.clock_offset: float | None = None  # our Unix time minus the store's, if it is known
         self._older_since: float | None = None  # when the store began to show an older state
         self._lost_since: float | None = None  # when our upload was missing first
-        self._checks_at = -math.inf  # when the store is asked next whether it is there
+        self._checks_at = -math.inf  # when to ask the store next whether it is there
         self._silent_since: float | None = None  # when the store fell silent, by the steady clock
         self._asked: float | None = None  # when the read of the state began that is under way
         self.trouble = ""  # why the store cannot be read now
@@ -509,7 +509,7 @@ class StoreRounds:
     def _find_fate(self, held: int, known: Fate) -> Fate:
         """Return the fate of our upload for outer step ``held``; KEPT if that was asked before.
 
-        ``known``: the fate where it is known already.
+        ``known``: the fate if it is known already.
         """
         if known.base is Base.KEPT and held >= self._counted:
             known, self._counted = self._uploads.find_fate(self._chain.manifest(held + 1)), 0
