@@ -1,6 +1,6 @@
 """Read the GPUs from the driver and from torch, and report them at a start.
 
-The driver is asked without torch, by NVML; a figure is None where it cannot be had. A driver may
+The driver is asked without torch, by NVML; a figure is None if it cannot be had. A driver may
 hang, and then no call of it returns. So each question has a thread and a time limit, and while one
 is open no other is asked. The block at start is printed as the operator documents show it.
 """
@@ -86,7 +86,7 @@ def driver_version() -> str | None:
 
 
 def sample_gpu(device: int = 0, *, patience: float = START_PATIENCE) -> GpuSample | None:
-    """Sample the process's ``device``-th visible GPU; None where its driver does not answer.
+    """Sample the process's ``device``-th visible GPU; None if its driver does not answer.
 
     That is without an NVIDIA driver, nvidia-ml-py or such a GPU, and for a card that fell off the
     bus. ``CUDA_VISIBLE_DEVICES`` is honoured, both as numbers and as UUIDs.
@@ -127,7 +127,7 @@ def describe_gpu(device: int) -> str:
 def keep_driver_open() -> None:
     """Keep the driver's library open in this process, so that each question takes microseconds.
 
-    The cards keep the numbers that they have now, also when one of them is lost.
+    The cards keep the numbers that they have now, even when one of them is lost.
     """
 
     def keep() -> None:
@@ -250,7 +250,7 @@ def gpu_report_lines(
 
     ``cuda``: the lines of :func:`describe_cuda`. ``model_device``: the parameters' device, e.g.
     ``cuda:0``. ``micro_batch`` and ``effective`` count sequences; ``effective`` is over all ranks.
-    ``expect_gpu``: False where the CPU was asked for (``--neuron.device cpu``), which is one line.
+    ``expect_gpu``: False if the CPU was asked for (``--neuron.device cpu``), which is one line.
     """
     # Round up: 512 sequences, 2 in each micro-batch of 4 ranks, are 64 steps.
     steps = -(-effective // (micro_batch * world_size))

@@ -75,7 +75,7 @@ class Examination:
         )
 
 
-#: A check yields its findings: none where it does not concern this miner, one for each GPU.
+#: A check yields its findings: none if it does not concern this miner, one for each GPU.
 Checker = Callable[[Examination], Iterable[Check]]
 
 
@@ -288,7 +288,7 @@ def refuse_model(config: Config, *, ranks: int) -> None:
 
 
 def check_room(examination: Examination) -> Iterator[Check]:
-    """Check for room: the minimum and, where the model is known, all that a miner of it keeps.
+    """Check for room: the minimum and, if the model is known, all that a miner of it keeps.
 
     The folder's file system must take a file, too.
     """
@@ -305,7 +305,7 @@ def check_room(examination: Examination) -> Iterator[Check]:
     # A download and an upload wait for room as long as the reserve is not left free.
     needed = max(needed, DISK_RESERVE)
     place = folder
-    while not os.path.exists(place):  # Path's own raises where a folder above may not be entered
+    while not os.path.exists(place):  # Path's own raises if a folder above may not be entered
         place = place.parent
     try:
         free = free_bytes(place)

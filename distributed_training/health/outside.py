@@ -74,7 +74,7 @@ def _failure(name: str, error: Exception, remedy: str) -> Check:
 
 
 def check_proxies(examination: Examination) -> list[Check]:
-    """Report the use of the proxy variables; nothing where none is set."""
+    """Report the use of the proxy variables; nothing if none is set."""
     given = [name for name in VARIABLES if variable(name)]
     if not given:
         return []
@@ -106,7 +106,7 @@ def check_proxies(examination: Examination) -> list[Check]:
 def check_chain(examination: Examination) -> list[Check]:
     """Check network, hotkey and commitment as the chain has them.
 
-    ``examination`` gets the uid, where the operator gave none.
+    ``examination`` gets the uid, if the operator gave none.
     """
     config = examination.config
     shared, own = ["network"], []
@@ -190,7 +190,7 @@ def check_clock(examination: Examination) -> list[Check]:
     DHT peers whose clocks are more than 3 s apart do not meet, since hivemind refuses the other's
     entries. Stores refuse requests that are 15 minutes off. So a wrong clock looks like a closed
     port or a wrong key. The store mostly runs on another machine, and its answers have its
-    ``Date``. A registry names a wrong clock itself where it refuses a call for it.
+    ``Date``. A registry names a wrong clock itself if it refuses a call for it.
     """
     name = "clock"
     try:
@@ -269,7 +269,7 @@ def check_bucket(examination: Examination) -> list[Check]:
                 if reader.get(key, limit=64) != content:
                     raise StoreError(f"{bucket}: R2_READ does not see what R2_WRITE wrote")
             finally:
-                # Delete it also if the reader failed, since nobody else would.
+                # Delete it even if the reader failed, since nobody else would.
                 writer.delete(key)
     except _WRONG as error:
         failed = _failure("bucket", error, _KEYS_REMEDY)
