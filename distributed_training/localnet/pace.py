@@ -36,7 +36,7 @@ print(done / (time.monotonic() - began))
 def measure_slowness(processes: int) -> float:
     """Return how many times slower ``processes`` at once are here than four on two free cores.
 
-    It is at least 1, and 1 where nothing can be measured.
+    It is at least 1, and 1 if nothing can be measured.
     """
     with ThreadPoolExecutor(processes) as pool:
         rates = [*pool.map(_measure_rate, range(processes))]

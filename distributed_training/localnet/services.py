@@ -245,7 +245,7 @@ def stop_together(children: Sequence[Child], grace: timedelta) -> list[str]:
 
 
 class ObjectStoreServer(Child):
-    """SeaweedFS as a child; its objects lie in ``folder`` and survive a restart.
+    """SeaweedFS as a child; its objects are in ``folder`` and survive a restart.
 
     As a context it is ready, and ends with it.
     """

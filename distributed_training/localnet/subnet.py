@@ -268,7 +268,7 @@ class LocalSubnet:
     # --- life ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start all processes and wait for the validator; the miners are not waited for.
+        """Start all processes and wait for the validator, but not for the miners.
 
         Raises:
             ConfigError: If the folder cannot be used. Nothing was started.
@@ -471,8 +471,8 @@ class LocalSubnet:
     def wait_for_outer_steps(self, count: int, deadline: timedelta) -> None:
         """Wait until the validator and every running miner have taken some outer steps.
 
-        A miner that is not there ``settle`` after the validator is not waited for: the summary
-        shows that it missed the step.
+        This does not wait for a miner longer than ``settle`` after the validator: the summary shows
+        that the miner missed the step.
 
         Args:
             count: Outer steps since the start.

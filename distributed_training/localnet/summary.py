@@ -26,7 +26,7 @@ def clock(seconds: float) -> str:
 
 
 def held_out(event: Mapping[str, Any]) -> str:
-    """Show the validator's loss before and after an outer step, once where they are the same."""
+    """Show the validator's loss before and after an outer step, once if they are the same."""
     before, after = event.get("before"), event.get("after")
     if before is None or after is None:
         return ""
