@@ -44,7 +44,7 @@ _OF_PLATFORMS = {
 
 
 def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
-    """Run the launcher, or one rank where torchrun has set its variables. Return the exit status.
+    """Run the launcher, or one rank if torchrun has set its variables. Return the exit status.
 
     The configuration is read here and nowhere else: the launcher hands it to its ranks.
     """
@@ -101,7 +101,7 @@ def load_settings(argv: Sequence[str]) -> Config:
         from distributed_training.telemetry.run_state import LauncherFile
 
         folder = run_folder_of(argv)
-        # Make the folder also at a first start of a miner, but not where a mount is missing.
+        # Make the folder also at a first start of a miner, but not if a mount is missing.
         if (OPERATORS_FILE.exists() or Path(".env").exists()) and late_mount(folder) is None:
             with contextlib.suppress(OSError):
                 folder.mkdir(exist_ok=True, parents=not folder.is_absolute())

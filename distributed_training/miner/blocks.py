@@ -4,7 +4,7 @@ A member counts its pages from 0 in each outer step (:mod:`~..protocol.pages`). 
 next few of them: the same number for each rank. Rank 0 asks for blocks ahead of need, waits until
 *every* rank holds the next one, and begins it cut to the sequences of the poorest rank. An upload
 names the first and the last page of the blocks that its inner steps were trained on, without a gap.
-So after a roll-back, or where loss or gradient was NaN, or pages could not be had, it begins behind
+So after a roll-back, or if loss or gradient was NaN, or pages could not be had, it begins behind
 that place: the count continues, and no page of the outer step comes twice.
 
 What was prepared for one outer step and is left when the next begins is trained on first, and no

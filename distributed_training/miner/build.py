@@ -148,7 +148,7 @@ class RankParts:
 
     trainer: HeldWeights
     checkpointer: Checkpointer
-    data: DataPipeline | None  # None where they are a script's
+    data: DataPipeline | None  # None if they are a script's
     kept: Mapping[str, Any]  # this rank's part of its checkpoint; empty after a fresh start
 
 
@@ -596,7 +596,7 @@ def resume_training(
     info: StartupInfo,
     global_folder: Path | None,
 ) -> dict[str, Any]:
-    """Load the last checkpoint, or the network's weights where there is none. Collective.
+    """Load the last checkpoint, or the network's weights if there is none. Collective.
 
     Any checkpoint will do, because updates lead from each outer step to the network's. Training
     continues at the network's place in the learning rate's schedule.

@@ -53,7 +53,7 @@ class Applied(NamedTuple):
 
 
 class DataPart(NamedTuple):
-    """A boundary's part about data; 0 where there is none."""
+    """A boundary's part about data; 0 if there is none."""
 
     request: int = 0  # a block to prefetch
     begin: int = 0  # the block to train on from here

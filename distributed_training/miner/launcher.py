@@ -102,7 +102,7 @@ _LEVELS = {
     ExitStatus.AGAIN: logging.INFO,
 }
 
-#: Words of ``launcher.json`` for the cause of an end, where it was no signal.
+#: Words of ``launcher.json`` for the cause of an end, if it was no signal.
 _STOPPED_BY = {
     ExitStatus.FINISHED: "finished",
     ExitStatus.DEREGISTERED: "deregistered",

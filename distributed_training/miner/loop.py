@@ -56,7 +56,7 @@ class Controller:
     """Decides what all ranks do next.
 
     ``disk_problem``: returns why an upload does not fit on the disk, None: it does. ``versions``:
-    of the network's file, None where it has none.
+    of the network's file, None if it has none.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Controller:
         # close.
         if self._tick_due():
             self._handle_event(ev.Tick(self._clock()))
-        # Drain also while commands wait, since a stop in the queue clears them.
+        # Drain even while commands wait, since a stop in the queue clears them.
         self.drain()
         for upload in (self.state.upload, self.state.progress):
             if upload is not None and (ended := upload.end_of_writing()) is not None:
@@ -141,14 +141,14 @@ class Controller:
         return replace(command, data=DataPart(data.request))
 
     def _look_for_rules(self) -> None:
-        """Order a stop where a newer version of the network's file holds at this outer step.
+        """Order a stop if a newer version of the network's file holds at this outer step.
 
         The launcher then starts the ranks again, in its rules. A script continues instead.
         """
         if self._versions is None or self._pending or self.state.mode is Mode.STOPPING:
             return
         before, wanted = self._versions.in_force, self._versions.at(self.state.outer_step)
-        # An older version holds where a checkpoint is behind the network, because a start takes the
+        # An older version holds if a checkpoint is behind the network, because a start takes the
         # version of the network's outer step.
         if wanted.head.version <= before.head.version:
             return
@@ -225,12 +225,12 @@ class Garbage:
         self._outer_step = self._inner_step = 0
 
     def follow(self, outer_step: int, inner_step: int) -> None:
-        """Collect after an outer step, after some inner steps, or where there is much.
+        """Collect after an outer step, after some inner steps, or if there is much.
 
         ``inner_step``: in total.
         """
         due = outer_step != self._outer_step or inner_step >= self._inner_step + GARBAGE_STEPS
-        # The number is counted by the interpreter, also while the collector is off.
+        # The number is counted by the interpreter, even while the collector is off.
         if due or gc.get_count()[0] > GARBAGE_OBJECTS:
             self._outer_step, self._inner_step = outer_step, inner_step
             gc.collect()
@@ -239,7 +239,7 @@ class Garbage:
 class RankLoop(ABC):
     """One rank's boundaries, whoever trains between them.
 
-    ``data``: None where that is not this program's. ``round_rank`` carries out what is of a round.
+    ``data``: None if that is not this program's. ``round_rank`` carries out what is of a round.
     ``controller`` is None on all ranks but 0. ``alive``: called at each boundary.
     """
 

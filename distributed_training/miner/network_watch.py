@@ -134,7 +134,7 @@ def follow_registration(
 
 
 def join_network(config: Config, folder: Path, stack: ExitStack) -> Member:
-    """Join the subnet as :func:`join_subnet` does, and show in metrics where no uid is found."""
+    """Join the subnet as :func:`join_subnet` does, and show it in metrics if no uid is found."""
     try:
         return join_subnet(config, stack, folder=folder)
     except NotRegistered:

@@ -89,8 +89,8 @@ class RankChannel:
         if value is not None:
             self._store.set(key, json.dumps(value))
             return value
-        # Rank 0 may wait long for the subnet, and says so. Not Store.wait: a rank that blocks in it
-        # handles no SIGTERM.
+        # Rank 0 may wait long for the subnet, and says so. Do not use Store.wait: a rank that
+        # blocks in it handles no SIGTERM.
         while not self._store.check([key]):
             time.sleep(_SHARE_POLL)
         shared: dict[str, Any] = json.loads(self._store.get(key))

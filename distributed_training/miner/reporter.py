@@ -282,7 +282,7 @@ class Metrics:
                 # A skipped step counts too: the alert by it is for a loop that stands.
                 registry.set("last_step_timestamp_seconds", time.time())
                 self._file.write(self._gather_figures)
-            case ev.Tick():  # this comes also if no step ends, in a round or without data
+            case ev.Tick():  # this comes even if no step ends, in a round or without data
                 self._file.write(self._gather_figures)
             case ev.OuterStepEnded(committed=ok, outer_step=reached) if (
                 state.update is not None and self._joined()

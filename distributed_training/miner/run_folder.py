@@ -7,7 +7,7 @@
 
 A rank that hangs (a stopped process, a driver that does not return, a deadlock) does not end, so
 nobody hears of it; the other ranks wait for it in their next collective. A rank that is well comes
-to a micro-batch boundary, also when it waits for data, for a round or for an upload. There
+to a micro-batch boundary, even when it waits for data, for a round or for an upload. There
 it touches a file, once a second (:class:`Heartbeat`), and the launcher checks whether the times of
 these files still change (:class:`Watchdog`); it compares none with its own clock, which may be set.
 

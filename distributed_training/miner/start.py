@@ -85,7 +85,7 @@ def run_rank(config: Config) -> int:
     """Train until the miner ends. Return the exit status (:class:`ExitStatus`)."""
     me = rank_environment()
     stop = RankStop()
-    # Set the handler before: the kernel sends SIGTERM at once where the parent is gone already.
+    # Set the handler before: the kernel sends SIGTERM at once if the parent is gone already.
     die_with_parent()
     write_stacks_on_signal()
     try:
