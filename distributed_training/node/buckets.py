@@ -76,7 +76,7 @@ def check_own(store: ObjectStore, *, timeout: timedelta = BUCKET_CHECK) -> None:
 def own_commitment(settings: StoreSettings, bucket: str) -> str:
     """Return :func:`commitment_text`, which stays on the chain for good, after a check.
 
-    The store is asked first whether these keys can read ``bucket`` and cannot write it. Raises
+    Ask the store first whether these keys can read ``bucket`` and cannot write it. Raises
     ConfigError, NetworkFailure.
     """
     text = commitment_text(settings)

@@ -175,7 +175,7 @@ def commit(member: Member, text: str) -> None:
 def announce(member: Member, ip: str, port: int, peer: str = "") -> None:
     """Write the endpoint unless the chain holds it already. Returns at once.
 
-    ``peer``: id of the DHT peer there, where there is one.
+    ``peer``: id of the DHT peer there, if there is one.
 
     It replaces one that is still being written.
     """

@@ -114,7 +114,7 @@ def fetch_published(
     """Fetch the network's files that the run folder lacks or has damaged.
 
     All of it is read and compared with its digest at each start. ``open_bucket``: the global one,
-    where something is missing. Raises NetworkFailure.
+    if something is missing. Raises NetworkFailure.
     """
     for what, folder in config.published.items():
         if what not in wanted:

@@ -95,10 +95,10 @@ def make_run_folder(config: Config, *, fstab: Path = FSTAB) -> Path:
 
     It makes this folder and the others that flags name.
 
-    Nothing is made in the place of a disk that is not mounted yet: a miner would start over there,
-    download the global state onto the wrong disk, and lose both when the mount comes. So no parents
-    of an absolute folder are made, and what ``fstab`` mounts must be mounted. Raises ConfigError
-    for that, and for a folder that cannot be written.
+    Nothing is created at the path of a disk that is not mounted yet: a miner would start over
+    there, download the global state onto the wrong disk, and lose both when the mount comes. So no
+    parents of an absolute folder are made, and what ``fstab`` mounts must be mounted. Raises
+    ConfigError for that, and for a folder that cannot be written.
     """
     for folder, flag, consequence in (
         (config.run_folder, "--neuron.run_folder", "nothing could be saved"),
@@ -298,10 +298,10 @@ SAME_REQUEST_SECONDS = 1.0
 
 
 class StopNow(BaseException):
-    """The node stops, and its current work is given up.
+    """The node stops, and gives up its current work.
 
-    Like KeyboardInterrupt no Exception: a signal raises it anywhere in a start, and libraries
-    (logging is one) swallow every Exception.
+    Like KeyboardInterrupt it is not an Exception: a signal raises it anywhere in a start, and
+    libraries (logging is one) swallow every Exception.
     """
 
 
