@@ -5,7 +5,7 @@ is the head. ``outer/N/manifest.json`` says how the epoch-start weights of outer
 and names the manifest before it by its digest. A reader that keeps the head notices another
 history. Outer step 0 has a manifest too, and nothing before it. A network that goes back to the
 weights of an earlier outer step takes one more outer step, whose manifest has ``rewound_to`` and no
-update: outer steps and serials only grow. After a store has lost objects, or was put back from a
+update: outer steps and serials only grow. After a store has lost objects, or was restored from a
 copy, a recovery begins the chain again: at an outer step above all that anybody can have seen, and
 after no other manifest. So an old recovery means nothing to a reader that knows a later state.
 
@@ -47,7 +47,7 @@ Number = Annotated[float, Field(ge=-1e18, le=1e18)]  # refuses NaN too
 Figure = Annotated[float, Field(ge=0.0, le=1e18)]
 Seconds = Annotated[float, Field(ge=0.0, le=1e12)]  # a time since 1970, or a duration
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # SHA-256
-# A digest, or empty where there is nothing.
+# A digest, or empty if there is nothing.
 SomeDigest = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
 RunId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,64}$")]
 Hotkey = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{32,64}$")]
@@ -289,12 +289,12 @@ class Manifest(_Signed):
     # The outer step at which the chain begins: that of the last recovery, or 0
     recovered: OuterStep = 0
     averaging: Averaging | None = None  # how the all-reduce went, in a network over hivemind
-    # Versions at the validator of the packages that compute the model, where its kind names them
+    # Versions at the validator of the packages that compute the model, if its kind names them
     libraries: Annotated[Mapping[Word, Text], Field(max_length=16)] | None = None
 
     @property
     def averaged(self) -> bool:
-        """True where the update follows from the members' all-reduce."""
+        """True if the update follows from the members' all-reduce."""
         return self.averaging is not None and self.averaging.source == "average"
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 SPLIT = "train"  # every page is of this split
 HELD_OUT_PAGES = 32  # held-out pages, if the network's file does not say how many
 JUDGED_PAGES = 8  # pages in a row that are judged, out of those that an upload names
-# Sequences that are judged, by the domains' weights, where members have their own text.
+# Sequences that are judged, by the domains' weights, if members have their own text.
 JUDGED_OF_DOMAINS = 64
 SMALLEST_CONFIG = 102  # rows; some sources do not list smaller ones
 _ROUNDS = 8  # rounds of the Feistel network

@@ -103,7 +103,7 @@ class ScoreBoard:
     ) -> None:
         """Change ratings and assigned scores by the evaluations of one close.
 
-        The order of ``random`` matters where an improvement is exactly 0 (module docstring). With
+        The order of ``random`` matters if an improvement is exactly 0 (module docstring). With
         fewer than two uids there is nobody to compare with and ratings stay as they are. A uid that
         is only in ``random`` counts as reset in ``assigned``.
 

@@ -207,7 +207,7 @@ def write_rows(path: Path, layout: UpdateLayout, index: int, first_row: int, row
     """Encode some rows of parameter ``index`` and write them at their place in ``path``.
 
     ``rows``: float32 ``(r, columns)`` on any device. Several ranks and threads may write one file;
-    it is made where it is missing. Raises OSError, and ValueError for values that are not finite.
+    it is made if it is missing. Raises OSError, and ValueError for values that are not finite.
     """
     part = layout.parts[index]
     if rows.shape[1] != part.columns or first_row + len(rows) > part.rows:
