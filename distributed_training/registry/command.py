@@ -384,7 +384,7 @@ def invite(given: argparse.Namespace) -> None:
     """Print a new invitation, or list or end earlier ones. The registry keeps only hashes.
 
     With the network's file it prints the lines that install, join and start a new member; the first
-    one only where the file names ``software``.
+    one only if the file names ``software``.
     """
     from distributed_training.registry.store import ID_LENGTH, hash_of
 

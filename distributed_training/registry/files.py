@@ -1,9 +1,9 @@
 """Keep the global bucket in a folder, and serve it to members under signed URLs.
 
-It stands in the place of an S3 store: :class:`~.access.Access` asks it for URLs, and a member's own
-client (:mod:`..store.presigned`) uses them. The validator writes into the same folder
-(:mod:`..store.folder`). Each URL is for one method on one object, ends by itself, and bears an HMAC
-of both; of a write its length and MD5, too. An object that is there is not replaced.
+It replaces an S3 store: :class:`~.access.Access` asks it for URLs, and a member's own client
+(:mod:`..store.presigned`) uses them. The validator writes into the same folder
+(:mod:`..store.folder`). Each URL is for one method on one object, expires, and bears an HMAC of
+both; a write's URL also bears its length and MD5. An object that is there is not replaced.
 
 A write goes to a file of its own first, is compared, synced and only then named. The parts of an
 upload share one, next to the bucket, until it is complete, or aborted at the next close. A part is
@@ -120,7 +120,7 @@ class ServedFolder(FolderStore):
             raise _Answered(403, "AccessDenied", "this URL has ended")
 
     async def answer(self, request: Request, draw: Callable[[], None]) -> Response:
-        """Answer a request to a URL. ``draw``: called where it was not granted here."""
+        """Answer a request to a URL. ``draw``: called if it was not granted here."""
         key, query = request.path_params["key"], dict(request.query_params)
         try:
             try:
@@ -254,7 +254,7 @@ class ServedFolder(FolderStore):
                     await writing  # the write of the piece before, while this piece arrived
                     writing = asyncio.ensure_future(asyncio.to_thread(write, blocks))
                     blocks, size = [], 0
-        finally:  # the file is closed after this, also if the client has gone
+        finally:  # the file is closed after this, even if the client has gone
             await writing
         await asyncio.to_thread(write, blocks)
         file.flush()

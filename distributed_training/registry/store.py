@@ -5,7 +5,7 @@ and a lock.
 
 *Replay.* A write is signed with its caller's clock as nonce (``btauth/1``), for this registry's
 identity as its receiver. Nonces are stored with their writes, and none is accepted twice, whatever
-the clocks do. Each hotkey's nonces must grow, unless the last one lies in the future: then both
+the clocks do. Each hotkey's nonces must grow, unless the last one is in the future: then both
 clocks were ahead when it was accepted, and it locks nobody out.
 """
 
@@ -636,7 +636,7 @@ def _upgrade(db: sqlite3.Connection) -> None:
 def backup(source: Path, target: Path, *, to_restore: bool = False) -> int:
     """Copy the registry's file ``source`` to ``target`` while it is in use. Returns its version.
 
-    ``to_restore``: the next start of the copy believes the clock, however old the copy is. Raises
+    ``to_restore``: the next start of the copy trusts the clock, however old the copy is. Raises
     ConfigError, StoreFault.
     """
     temporary = target.with_name(f".{target.name}.new")
@@ -674,7 +674,7 @@ def backup(source: Path, target: Path, *, to_restore: bool = False) -> int:
 
 
 def restore(source: Path, folder: Path) -> Path | None:
-    """Put the backup ``source`` in the place of ``folder``'s registry, which must not be served.
+    """Replace ``folder``'s registry, which must not be served, by the backup ``source``.
 
     Returns where the replaced one is kept now, None if there was none. Raises ConfigError,
     StoreFault.
