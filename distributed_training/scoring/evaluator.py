@@ -213,7 +213,7 @@ def of_this_machine(error: BaseException | None) -> bool:
     if isinstance(error, OSError):
         return error.errno in _LACKING
     lacking = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
-    # torch raises a RuntimeError where the host has no memory left.
+    # torch raises a RuntimeError if the host has no memory left.
     return isinstance(error, lacking) or "t allocate memory" in str(error)
 
 
@@ -485,7 +485,7 @@ class Evaluator:
     Args:
         model: Computes the losses.
         pages: Returns the text of ``(uid, block)``, int64 ``(n, sequence_length)``.
-        assigned: Whether to measure assigned text too; False where miners train on text of their
+        assigned: Whether to measure assigned text too; False if miners train on text of their
             own.
 
     Examples:
