@@ -36,7 +36,7 @@ class ObjectInfo:
     ``etag``: at most stores the MD5 in hex of an object that was put in one piece, and
     ``md5-of-part-md5s`` + ``-n`` of an object of n parts; see :func:`same_etag`. ``modified``:
     seconds since 1970, by the store's clock. ``age_seconds``: also by the store's clock, so a wrong
-    clock of ours does not matter. It is below zero where that clock was set back since, or rounds
+    clock of ours does not matter. It is below zero if that clock was set back since, or rounds
     up, and None in listings. ``cached``: a cache on the way may have answered, so the store's clock
     is not known to the second.
     """
@@ -426,7 +426,7 @@ class Section(io.RawIOBase):
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        """Read up to ``BLOCK`` bytes, also when fewer are asked for."""
+        """Read up to ``BLOCK`` bytes, even when fewer are asked for."""
         if self._uplink is not None and self._uplink.stopped:
             # At this error urllib3 drops the connection, so the stop takes at most one block.
             raise OSError("the uplink is closed")

@@ -132,7 +132,7 @@ class BucketReader:
 
 
 def states(folder: Path) -> list[tuple[int, Path]]:
-    """Return the outer steps whose files lie in ``folder``, with their folders; oldest first."""
+    """Return the outer steps whose files are in ``folder``, with their folders; oldest first."""
     found = ((path.name.partition("-")[2], path) for path in folder.glob("epoch-*"))
     return sorted((int(number), path) for number, path in found if number.isdigit())
 

@@ -5,7 +5,7 @@ The texts are for the operator and never hold a key, a secret or a signed addres
     StoreError
         TransientError          back off and try again
             NotGrantedError     by the registry, which does not answer
-            OtherBytesError     and look elsewhere where it stays
+            OtherBytesError     and look elsewhere if it stays
         CertificateError        the authorities, or the clock
         AccessDeniedError       the keys
             ClockSkewError      the clock

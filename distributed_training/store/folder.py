@@ -180,7 +180,7 @@ def _open(
         raise ValueError(f"{bucket!r:.80} is not a bucket name")
     folder, writes = Path(place) / bucket, write and credentials is None
     if writes and len(parts) == 2:
-        with contextlib.suppress(OSError):  # where there is no bucket, the first use says so
+        with contextlib.suppress(OSError):  # if there is no bucket, the first use says so
             folder.mkdir()
     # Remove what killed uploaders left, since nothing else would ever remove it.
     for left in folder.rglob(".*.tmp") if writes else ():

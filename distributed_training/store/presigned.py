@@ -1,7 +1,7 @@
 """Use the global bucket without a key: each request goes to a URL that the registry hands out.
 
-A presigned URL bears the signature of the store's owner for one operation on one object, and ends
-by itself. Whoever has the URL may use it. So its query is a secret, as a password is: no log,
+A presigned URL bears the signature of the store's owner for one operation on one object, and
+expires. Whoever has the URL may use it. So its query is a secret, as a password is: no log,
 exception or event has it, and it is sent only to the hosts that the network's signed file names.
 The registry (:mod:`distributed_training.registry.access`) decides who gets which.
 

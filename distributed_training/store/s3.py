@@ -221,8 +221,8 @@ class S3ObjectStore:
                 ),
             )
 
-        # At a redirect botocore asks where the bucket is. Where a server redirects that question
-        # too, botocore would ask again until its stack ends: hundreds of times for each request.
+        # At a redirect botocore asks where the bucket is. If a server redirects that question too,
+        # botocore would ask again until its stack ends: hundreds of times for each request.
         self._client.meta.events.register(
             "before-call.s3.HeadBucket",
             lambda context, **_: context.setdefault("s3_redirect", {}).update(redirected=True),

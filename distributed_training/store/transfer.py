@@ -70,7 +70,7 @@ log = logging.getLogger(__name__)
 
 EVERY = 60.0  # seconds between two lines of a download, at least
 
-#: Gets bytes there, bytes in all, and the seconds left where they are known.
+#: Gets bytes there, bytes in all, and the seconds left if they are known.
 Follower = Callable[[int, int, float | None], None]
 _FOLLOWED = 1e8  # bytes: smaller downloads are over before anybody looks
 _follower: ContextVar[Follower | None] = ContextVar("follower", default=None)
@@ -439,7 +439,7 @@ class _InParts:
                 self._complete(run_all(self.pool, self._send_part, range(len(self.bodies))))
                 break
             except UploadMissingError:
-                continue  # completed, and the answer was lost, or aborted: the store is asked
+                continue  # completed, and the answer was lost, or aborted: ask the store
         else:
             raise IntegrityError(
                 f"{self.store.bucket}/{self.key}: the store lost the multipart upload: it is "
@@ -459,7 +459,7 @@ class _InParts:
         if same or not self.once:
             return same
         # An etag of other parts, or of no MD5s, proves nothing, so the object is read back. That is
-        # worth its bytes only where nobody may replace the object.
+        # worth its bytes only if nobody may replace the object.
         self.retry(require_same, self.store, self.key, held, self.whole)
         return True
 
@@ -485,7 +485,7 @@ class _InParts:
     def _send_part(self, index: int) -> PartInfo:
         number, body = index + 1, self.bodies[index]
         place, held = (self.upload_id, number), self.listed.get(number)
-        # Where etags are not MD5s, only what this process has sent is known to be the file's.
+        # If etags are not MD5s, only what this process has sent is known to be the file's.
         if (
             held is not None
             and held.size == len(body)
@@ -516,7 +516,7 @@ class _InParts:
         wanted = multipart_etag([part.etag for part in parts])
         if same_etag(etag, wanted):
             return
-        # Ask for the object itself: its etag decides where it is one of MD5s, and else its size.
+        # Ask for the object itself: if its etag is made of MD5s, that decides, and else its size.
         held = self.retry(store.head, key)
         found = held.etag if held is not None else ""
         other = wanted and OF_PARTS.fullmatch(found) and not same_etag(found, wanted)
