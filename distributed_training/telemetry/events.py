@@ -1,6 +1,6 @@
 """Record events for programs: one JSON object a line in ``events.jsonl``.
 
-``neuron_state`` and the tests read this file, also while it is being written
+``neuron_state`` and the tests read this file, even while it is being written
 (:class:`EventFollower`). People read the log.
 """
 

@@ -1,6 +1,6 @@
 """Notify the operator by messages to a webhook.
 
-The launcher has a :class:`Notifier` where there is a webhook, since it lives while nothing trains.
+The launcher has a :class:`Notifier` if there is a webhook, since it lives while nothing trains.
 A thread of its own looks at the run folder every 15 s (:func:`~.run_state.observe`), asks the one
 judge, and sends. Only an end of the miner that nobody asked for waits for it, for a few seconds.
 
@@ -98,8 +98,7 @@ def deliver(url: SecretStr, title: str, text: str, *, bad: bool = False) -> None
 class Notifier:
     """Report troubles of the miner of ``folder``, called ``name``.
 
-    ``url``: the webhook. ``file``: the launcher's state, which is known also where the folder is
-    not.
+    ``url``: the webhook. ``file``: the launcher's state, which is known even if the folder is not.
     """
 
     def __init__(self, folder: Path, name: str, url: SecretStr, file: LauncherFile) -> None:
@@ -197,7 +196,7 @@ class Notifier:
         crash, troubles = self._file.state.last_crash, self._book.troubles
         if crash.at in (0.0, self._book.crash):
             return ""
-        # After a clock was set back, the crash lies in the future, and each step before it.
+        # After a clock was set back, the crash is in the future, and each step before it.
         seen, at = self._crash_at
         at = min(at if seen == crash else crash.at, now)
         self._crash_at = crash, at

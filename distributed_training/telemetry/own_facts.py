@@ -136,6 +136,6 @@ class OwnFacts:
         return ": ".join(filter(None, (self._judgement.verdict, self._judgement.words)))
 
     def counts(self) -> float | None:
-        """Return 1.0 where the last upload that was judged counts, 0.0 where not; None: unknown."""
+        """Return 1.0 if the last upload that was judged counts, 0.0 if not; None: unknown."""
         known = self._judgement.counts
         return None if known is None else float(known)

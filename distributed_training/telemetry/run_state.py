@@ -1,4 +1,4 @@
-"""Observe a miner by its run folder, also while no miner runs there.
+"""Observe a miner by its run folder, even while no miner runs there.
 
     launcher.json   from the launcher: starting, running, refused, stopping or stopped, and why
     stage.json      from rank 0: the stage of its start
@@ -51,7 +51,7 @@ FAILURES = "failures"  # the launcher gave up its ranks, and pm2 starts another 
 # Bytes of a state file, whose blocks stay reserved so that a full disk takes the next content.
 _BYTES = 4096
 _LONGEST = 600  # characters of a text in such a file
-_SILENT_SECONDS = 6.0  # without a sign of life, where the process cannot be seen
+_SILENT_SECONDS = 6.0  # without a sign of life, if the process cannot be seen
 _CLOCK_STEP = 60.0  # seconds by which the clock may have been set since a process began
 
 _unwritten = Repeats(600.0)
@@ -93,7 +93,7 @@ def read_launcher(folder: Path) -> Launch | None:
 class LauncherFile:
     """Write ``launcher.json`` for the launcher, and record the outcome of a start as events.
 
-    Nothing is written where ``folder`` is not there (its disk is not mounted), or while another
+    Nothing is written if ``folder`` is not there (its disk is not mounted), or while another
     launcher has the lock of the folder; ``owned``: we have it.
     """
 

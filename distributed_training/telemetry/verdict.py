@@ -70,7 +70,7 @@ class Verdict(StrEnum):
     REFUSED = "refused"
     WAITING = "waiting"
     COUNTS = "counts"
-    EARNING = "earning"  # only where a chain pays
+    EARNING = "earning"  # only if a chain pays
 
 
 class Level(StrEnum):

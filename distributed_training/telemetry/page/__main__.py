@@ -114,7 +114,7 @@ class History:
 def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
     """Return the verdict on a neuron, and the facts that cards show.
 
-    ``judgement`` is None where no miner has run: in a validator's folder. ``verdict`` is the word,
+    ``judgement`` is None if no miner has run: in a validator's folder. ``verdict`` is the word,
     its cause, its colour (good, wait, bad or idle) and what to do.
     """
     facts, life = observe(neuron.folder, now), find_life(neuron.folder)
@@ -212,7 +212,7 @@ def refuse(request: Request, token: str) -> Response | None:
         if hmac.compare_digest(given.encode(), token.encode()):
             return None
         return PlainTextResponse("the token is missing or wrong: open /?token=...\n", 401)
-    # The raw bytes decide. Starlette's request.url falls back to the server's own address where the
+    # The raw bytes decide. Starlette's request.url falls back to the server's own address if the
     # header is not a valid name, and a browser sends such names (a{b.example) for a web site.
     hosts = [value for name, value in request.scope["headers"] if name.lower() == b"host"]
     named = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
