@@ -143,7 +143,7 @@ def open_stream(layout: Layout) -> RowStream:
     if layout.world_size == 1 and not dist.is_initialized():
         return RowStream(group=None, layout=layout, copy=None)
     # This needs its own group, since FSDP queues its collectives in another order. It is gloo,
-    # since these tensors lie in host memory, which NCCL cannot reach.
+    # since these tensors are in host memory, which NCCL cannot reach.
     group = dist.new_group(backend="gloo", timeout=STREAM_TIMEOUT)
     assert group is not None
     if layout.replicas == 1:
@@ -164,7 +164,7 @@ def open_stream(layout: Layout) -> RowStream:
 class RowStream:
     """Votes, and moves rows and small values between the ranks.
 
-    It has its own gloo group and works in host memory. Where nodes hold copies (:class:`Layout`),
+    It has its own gloo group and works in host memory. If nodes hold copies (:class:`Layout`),
     each rank of node 0 sends its rows to its peers, which hold the same ones. ``group``: None for a
     single rank.
     """
@@ -244,7 +244,7 @@ class RowStream:
         # For example no memory, or a bad file.
         except (RuntimeError, MemoryError, OSError, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"
-            # torch raises a RuntimeError where the host has none left.
+            # torch raises a RuntimeError if the host has none left.
             if isinstance(error, MemoryError) or "t allocate memory" in problem:
                 problem += "; free host memory there"
         self.raise_if_any(problem, fault)
@@ -371,7 +371,7 @@ def enter_thread(device: torch.device, *, background: bool = False) -> None:
     # and creates a CUDA context there, which would cost half a gigabyte of rank 0's GPU for every
     # other rank.
     torch.cuda.set_device(device)
-    # Leave the main thread as it is: it trains, and writes itself where no thread can be started.
+    # Leave the main thread as it is: it trains, and writes itself if no thread can be started.
     if background and threading.current_thread() is not threading.main_thread():
         with contextlib.suppress(OSError):  # the system may have no priorities of threads
             thread = threading.get_native_id()

@@ -110,8 +110,8 @@ class HeldWeights(ABC):
     def follow_schedule(self, outer_step: int, network_steps: int) -> None:
         """Go to the network's place in the schedule, so that all of its miners have one rate.
 
-        ``network_steps``: inner steps that the network has taken before ``outer_step``, 0 where its
-        state does not say. Nothing happens where ``outer_step`` is not this member's.
+        ``network_steps``: inner steps that the network has taken before ``outer_step``, 0 if its
+        state does not say. Nothing happens if ``outer_step`` is not this member's.
         """
         if network_steps and outer_step == self.outer_step:
             self.total_inner_steps = network_steps + self.inner_step

@@ -2,7 +2,7 @@
 
 LoRA (Hu et al. 2021, arXiv 2106.09685) adds to a linear layer W the product of two narrow matrices,
 ``alpha / r * B A``. Only B and A are trained and exchanged, in float32. W has the dtype that the
-network's file names, and is published once, like A where only B is trained: the mean of the
+network's file names, and is published once, like A if only B is trained: the mean of the
 members' B and the mean of their A are not the mean of their B A.
 
 Names are those that PEFT gives to a model of transformers, without the prefix of its ``PeftModel``.
@@ -161,8 +161,8 @@ def peft_config(model_config: Mapping[str, Any]) -> Any:
     rules = LoraRules.of(model_config)
     if line := missing({LORA: "a network that trains adapters"}):
         raise UnfitModelError(line)
-    # PEFT imports bitsandbytes where it is installed. On some CPUs bitsandbytes then warns that it
-    # lacks a package, which only makes a 4-bit base faster, even where no base has four bits.
+    # PEFT imports bitsandbytes if it is installed. On some CPUs bitsandbytes then warns that it
+    # lacks a package, which only makes a 4-bit base faster, even if no base has four bits.
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_kernel_warning)
     from peft import LoraConfig
 

@@ -123,7 +123,7 @@ def plan_memory(
 
     Gathered weights and whole gradients kept through a step cost memory and save a gather and a
     reduction per micro-batch. Activations that are computed again cost up to a third of a step. The
-    optimizer's state in host memory costs one trip over the bus per step; where ``host_bytes``
+    optimizer's state in host memory costs one trip over the bus per step; if ``host_bytes``
     (None: enough) cannot hold it that is the last resort. What the operator fixed by flag stays
     fixed. ``parameters``, ``part``, ``itemsize``: as in :class:`~.memory.ModelShape`. ``rung``:
     arrangements to skip, which should fit and did not; the next ones take less. Raises ConfigError

@@ -1,10 +1,10 @@
 """The micro-batches of one inner step: forward, backward, and gradients of the whole.
 
 FSDP adds gradients up where they are computed and reduces them over ranks once, with the last
-micro-batch; where memory is short at each. ``--neuron.local_batch_size_train auto`` measures the
+micro-batch, or with each if memory is short. ``--neuron.local_batch_size_train auto`` measures the
 size of a micro-batch.
 
-Where memory runs out, the miner steps down a ladder, and :class:`KnownSize` remembers in the run
+If memory runs out, the miner steps down a ladder, and :class:`KnownSize` remembers in the run
 folder where it stands: half the sequences at once; at one sequence the next arrangement of
 :func:`~.memory_plan.plan_memory`, which recomputes activations or keeps the optimizer's state in
 host memory. A single rank runs the step again in smaller pieces. Otherwise the ranks start again
@@ -56,7 +56,7 @@ class _Known:
 
 
 class KnownSize:
-    """Remember what was found out about this model on these GPUs, in a file of the run folder.
+    """Remember what is known about this model on these GPUs, in a file of the run folder.
 
     ``path`` None: nothing is remembered. ``facts``: all on which it depends. With another model,
     length, inner optimizer or GPU nothing is known. ``rung``: arrangements of memory in which not
@@ -84,7 +84,7 @@ class KnownSize:
         answers = stream.all_gather((self.most, self.fastest))
         most, fastest = ([n for n in each if n] for each in zip(*answers, strict=True))
         self.most = min(most, default=None)
-        # All ranks measure where one of them knows no size.
+        # All ranks measure if one of them knows no size.
         self.fastest = min(fastest) if len(fastest) == len(answers) else None
 
     def ran_out(self, sequences: int) -> int:
@@ -414,8 +414,8 @@ def measured_micro_batch(
 
     All ranks call this; all return the same size. ``end_step``: norm and optimizer, on the
     gradients of a trial. Raises torch.OutOfMemoryError if not even one sequence fits, or if a size
-    ran out of memory while other ranks continued: what was found out is known to the next start.
-    Raises ConfigError if no other arrangement of memory is left.
+    ran out of memory while other ranks continued: the next start knows what this one found. Raises
+    ConfigError if no other arrangement of memory is left.
     """
     known, stream, device = step.known, step.stream, step.sharded.device
     sizes, why = sizes_to_try(settings, stream.world_size, device)
@@ -434,7 +434,7 @@ def measured_micro_batch(
     first = min(stream.all_gather(first))
 
     def seconds_of(size: int) -> float | None:
-        """Try a size; return None, on all ranks, where it does not fit."""
+        """Try a size; return None, on all ranks, if it does not fit."""
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)

@@ -520,7 +520,7 @@ class ModelKind:
         *,
         merge: bool,
     ) -> None:
-        """Write the model's tensors, which lie in ``files``, and its configuration to ``folder``.
+        """Write the model's tensors, which are in ``files``, and its configuration to ``folder``.
 
         ``merge``: write one whole model, even if a part is enough. Raises OSError, ValueError.
         """

@@ -6,10 +6,10 @@ The length of the step is made AdamW's, times 0.2 sqrt(larger side) (Liu et al. 
 2502.16982), so the learning rate and the weight decay have the same scale as for AdamW, which steps
 every parameter that is not a matrix of a decoder layer.
 
-The momentum lies in rows as the weights do. For a step each of W ranks gets every W-th matrix's
-direction whole, from the rows of all, and sends back the rows of what came out. The next W travel
-while these are computed. A rank without rows of a matrix takes part as well. Where machines hold
-copies of the model, the first one's ranks compute, and the others get the very bits from them:
+The momentum is kept in rows, as the weights are. For a step each of W ranks gets every W-th
+matrix's direction whole, from the rows of all, and sends back the rows of what came out. The next W
+travel while these are computed. A rank without rows of a matrix takes part as well. If machines
+hold copies of the model, the first one's ranks compute, and the others get the very bits from them:
 other cards would round in another way, and the copies drift apart.
 """
 

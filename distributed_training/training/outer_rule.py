@@ -161,7 +161,7 @@ def nesterov_sgd(
     yet. The bits are those of ``torch.optim.SGD(lr=lr, momentum=mu, nesterov=True)``: elementwise,
     so a shard gives the same bits as the whole tensor.
     """
-    # Clone it, since the average may lie in hivemind's memory, which the next round overwrites.
+    # Clone it, since the average may be in hivemind's memory, which the next round overwrites.
     new_momentum = grad.clone() if state is None else state.mul(mu).add_(grad)
     update = grad.add(new_momentum, alpha=mu)
     # Write into ``update``, or every round would have a third tensor for each parameter in host
@@ -260,7 +260,7 @@ def _try_step(step: OuterStepOf, settings: TrainingSettings) -> str:
             new.untyped_storage().data_ptr(),
             kept.untyped_storage().data_ptr(),
         ):
-            # The average may lie in hivemind's memory, which the next round overwrites.
+            # The average may be in hivemind's memory, which the next round overwrites.
             return "returns the average itself instead of a copy"
         if not (torch.allclose(lower[0], new[1:]) and torch.allclose(lower[1], kept[1:])):
             return "moves each row by what is in other rows, which other ranks may have"

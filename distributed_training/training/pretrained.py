@@ -95,7 +95,7 @@ def read_weights(
                 raise WeightsError(
                     f"{why:.300}", "give config.json and weights of one whole save"
                 ) from None
-            # These values lie in the file's own memory, and the file may be written again.
+            # These values are in the file's own memory, and the file may be written again.
             return values.clone() if values.data_ptr() == found.data_ptr() else values
 
         persistent = model.state_dict()

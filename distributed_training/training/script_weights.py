@@ -270,7 +270,7 @@ def _is_quantized(parameter: nn.Parameter) -> bool:
 
 
 def _load_frozen(held: Mapping[str, nn.Parameter], path: Path, stream: RowStream) -> None:
-    """Give the model the network's frozen values, rounded to four bits where it has such.
+    """Give the model the network's frozen values, rounded to four bits if it has such.
 
     Collective. Raises ValueError on all ranks alike.
     """

@@ -306,7 +306,7 @@ def _recompute_and_compile(
 def _make_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
     """Make a mesh of one dimension over the ranks of a copy.
 
-    Where machines hold copies, they are the first of two dimensions. A single rank gets a process
+    If machines hold copies, they are the first of two dimensions. A single rank gets a process
     group if there is none.
     """
     if not dist.is_initialized():
