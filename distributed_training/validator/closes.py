@@ -467,7 +467,7 @@ class CloseJudge:
         self._refuse(close, uid, one.hotkey, one.file.digest, cause, reason)
 
     def _choose_text(self, close: Intake) -> None:
-        """Judge the next close on twice the text where fewer than half of the uploads help."""
+        """Judge the next close on twice the text if fewer than half of the uploads help."""
         found = [one.measured for one in close.accepted.values()]
         if 2 * sum(helpful(found)) < len(found):
             self._texts = min(2 * self._texts, _MOST_TEXTS)

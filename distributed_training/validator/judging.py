@@ -104,7 +104,7 @@ class Accepted:
     def own_work(self) -> tuple[float, float]:
         """Return how much more its own pages gained than random text, in nats per token; its error.
 
-        Where members train on text of their own, it is the gain on random text.
+        If members train on text of their own, it is the gain on random text.
         """
         random, assigned = self.judgement.random, self.judgement.assigned
         assert random is not None

@@ -64,7 +64,7 @@ class Values(Protocol):
 class OuterState:
     """The validator's tensors of an outer step, float32, on the CPU, in the schema's order.
 
-    They are never changed in place. ``momentum`` and ``residual``: None where all are zeros.
+    They are never changed in place. ``momentum`` and ``residual``: None if all are zeros.
     """
 
     weights: Sequence[Tensor]
@@ -180,9 +180,9 @@ def longest_norm(uploads: Sequence[Measured], chain: Sequence[Manifest]) -> floa
 def merge_factors(uploads: Sequence[Measured], chain: Sequence[Manifest]) -> list[float]:
     """Return the factor of each accepted upload, a float32 of at most 1, by which it is multiplied.
 
-    It clips the upload to :func:`longest_norm`. Where at least half of the uploads help, the judge
+    It clips the upload to :func:`longest_norm`. If at least half of the uploads help, the judge
     had enough text to tell, and the factor of the others is 0: their members carry them over.
-    Where fewer do, all are merged, so that no honest member is excluded late in training. Uploads
+    If fewer do, all are merged, so that no honest member is excluded late in training. Uploads
     that are alike share the weight of one, so that the text of one member counts once.
     """
     helps, longest = helpful(uploads), longest_norm(uploads, chain)
@@ -201,9 +201,9 @@ def whole_uploads(uploads: Sequence[Measured]) -> float:
     Their sum is divided by it. An upload with half of the median gain or norm counts as half an
     upload; otherwise a member that trains less, or hides its training under noise, would make the
     outer step shorter for all. The norm counts as well as the gain, because half of an upload gains
-    more than half as much. Where chance may explain the smaller gain, an upload counts 1, because
+    more than half as much. If chance may explain the smaller gain, an upload counts 1, because
     outer steps would otherwise grow by chance late in training. No upload counts more than 1, nor
-    do all that are alike together. Where too few help, and all are merged, each counts 1, or its
+    do all that are alike together. If too few help, and all are merged, each counts 1, or its
     share.
     """
     helps = helpful(uploads)
@@ -403,7 +403,7 @@ def find_spoilers(count: int, passes: Callable[[Sequence[int]], bool]) -> tuple[
     """Find the uploads, of ``count``, without which the merge of the others passes the gate.
 
     The merge of all has failed. The least trusted come last. ``passes``: whether the merge of some
-    does, by their places. It is asked at most ``2 log2 count + 2`` times; where that is not enough,
+    does, by their places. It is called at most ``2 log2 count + 2`` times; if that is not enough,
     or nothing passes, None is returned and nobody is to blame.
 
     Bisection finds the k for which the merge of the first k uploads fails and that of one upload

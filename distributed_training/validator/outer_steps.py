@@ -5,7 +5,7 @@ until then members read the outer step before. So a kill at any byte leaves the 
 the new one; the next start corrects ``state.json``, which names the head.
 
 What the master has signed is the truth, and the store is a cache of it. So this machine writes its
-own copy again (:mod:`.own_copy`) where the store loses or damages an object, or shows an old one.
+own copy again (:mod:`.own_copy`) if the store loses or damages an object, or shows an old one.
 Only a signed state that is newer than ours shows that another process leads.
 """
 
@@ -202,7 +202,7 @@ class OuterSteps(OwnCopy):
                 self._fault = ""
         elif not all(
             self.fits(one, most=most)
-            # Compare the head's manifest at each look, since nobody believes a state without it.
+            # Compare the head's manifest at each look, since nobody trusts a state without it.
             for one, most in ((kept[turn], SMALL), *((one, 0) for one in kept[:1]))
         ):
             self.restore()
@@ -230,7 +230,7 @@ class OuterSteps(OwnCopy):
         found = None
         with suppress(IntegrityError):  # raised for an object that is too large
             found = self._retry(self._store.get, keys.STATE, limit=State.most_bytes)
-        if found == self._ours[-1]:  # also where another replica has answered the HEAD
+        if found == self._ours[-1]:  # also if another replica has answered the HEAD
             self._etag = "" if info is None else info.etag
             return True
         theirs = None
@@ -259,8 +259,8 @@ class OuterSteps(OwnCopy):
     def is_free(self, period: float) -> bool:
         """Return whether nobody leads the network.
 
-        Whoever leads renews the state within half of a ``period`` (seconds). Raises
-        AnotherLeadsError if somebody has since the start.
+        A leader renews the state within half of a ``period`` (seconds). Raises AnotherLeadsError if
+        somebody has since the start.
         """
         assert self.state is not None
         found = self.stored_state()
@@ -285,7 +285,7 @@ class OuterSteps(OwnCopy):
         """Write again what the store lacks or holds with other bytes; log what nobody has.
 
         ``deep``: large objects are read to compare them. ``older``: all manifests are compared, as
-        they also are where anything else is wrong. Raises AnotherLeadsError for a signed manifest
+        they also are if anything else is wrong. Raises AnotherLeadsError for a signed manifest
         that is not ours.
         """
         wrong = self.wrong(self._find_copies(), most=MOST_BYTES if deep else SMALL)
@@ -506,7 +506,7 @@ def next_state(
 
 
 def renewed(state: State, *, now: float, period: float, finished: str = "") -> State:
-    """Return the same state, written ``now``, and after it also if the store's clock went back."""
+    """Return the same state, written ``now``, or later if the store's clock went back."""
     now = max(now, state.written_at + 0.001)
     return replace(
         state, written_at=now, expires=now + 2 * period, finished=printable(finished, 200) or None

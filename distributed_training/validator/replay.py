@@ -124,7 +124,7 @@ class Audit:
     def get(self, find: Callable[[], _Found], *, needed: bool = True) -> _Found | None:
         """Return what ``find`` returns; for what does not fit, note a problem and return None.
 
-        An object that is missing is a problem where it is ``needed``.
+        An object that is missing is a problem if it is ``needed``.
         """
         try:
             return find()
@@ -159,7 +159,7 @@ def _faults_of(key: str) -> Iterator[None]:
 
 
 def _call(find: Callable[[], Any], *, needed: bool = True) -> Any:
-    del needed  # only an audit, which continues where something does not fit, asks for it
+    del needed  # only an audit, which continues if something does not fit, asks for it
     return find()
 
 
@@ -172,7 +172,7 @@ class ManifestChain:
     """The chain of one network in its bucket.
 
     ``folder``: the folder of downloads, which are removed once they are read. Methods raise
-    ChainBroken for what does not fit, StoreError where the bucket does not answer, and OSError.
+    ChainBroken for what does not fit, StoreError if the bucket does not answer, and OSError.
     """
 
     def __init__(self, bucket: BucketReader, schema: Schema, folder: Path, master: Master) -> None:
@@ -323,7 +323,7 @@ class ManifestChain:
     def newest(self, sets: Iterable[int]) -> tuple[Manifest, OuterState]:
         """Return the newest outer step to which whole weights of ``sets`` lead, with its values.
 
-        Where uploads are missing the values are only weights.
+        If uploads are missing the values are only weights.
         """
         before, found = self._newest_set(sets)
         with suppress(ChainBroken):
@@ -537,7 +537,7 @@ def _check_history(manifest: Manifest, chain: Sequence[Manifest]) -> None:
 
 
 def _check_rules(manifest: Manifest, chain: Sequence[Manifest], versions: Versions) -> None:
-    """Check that a manifest goes by a version of the network's file. Raises ChainBroken."""
+    """Check that a manifest follows a version of the network's file. Raises ChainBroken."""
     key = keys.outer_key(manifest.outer_step, keys.MANIFEST)
     if (version := versions.get(manifest.rules_id)) is None:
         raise ChainBroken(

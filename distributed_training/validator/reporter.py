@@ -40,7 +40,7 @@ from distributed_training.validator.standings import Standings
 
 log = logging.getLogger(__name__)
 
-EVERY = 300.0  # seconds between two reports where nothing happens
+EVERY = 300.0  # seconds between two reports if nothing happens
 # A judgement of one upload, or reading an outer step's text, may take this long.
 _LONGEST_SILENCE = 3 * EVERY
 _PATIENCE = 2.0  # seconds to wait for the registry before the validator continues

@@ -127,8 +127,8 @@ class Standings:
     def present(self) -> dict[int, _Entry]:
         """Return the entries of the members: who was registered when that was last seen.
 
-        On a public chain other validators are registered too. Whoever may be one is a member only
-        once it has sent an upload, or has scores of before.
+        On a public chain other validators are registered too. A hotkey that may be one is a member
+        only once it has sent an upload, or has earlier scores.
         """
         known = {u for u, e in self.entries.items() if e.uploaded is not None or e.published > 0}
         validators = self._validators - known

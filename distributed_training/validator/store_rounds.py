@@ -29,7 +29,7 @@ of each kind, in the order in which they happen; readers ignore kinds and fields
     revision (``outer_step.serial`` of its close), ok, seconds, bytes_sent, reason (empty when ok).
 ``held_out``
     outer_step, before, after: mean loss in nats per token on held-out text; text: its name;
-    domains: the losses after it by name, where there are several. Once at start with
+    domains: the losses after it by name, if there are several. Once at start with
     before == after (the state the run begins from), then for each outer step *before* its
     ``outer_step`` event; outer_step is the one reached by it. A step that was refused for its loss
     has the event too, and no ``outer_step`` event follows: for one outer_step the last counts.
@@ -331,7 +331,7 @@ class StoreValidator(CloseJudge):
             self._lead_from_now(f"the renewal of {keys.STATE} is overdue")
         now = steps.restore_lost()
         behind = steps.state.head != steps.head.digest  # the store failed before it named the head
-        # A close is that far away only where the store's clock was wrong.
+        # A close is that far away only if the store's clock was wrong.
         if behind or steps.state.closes_at > now + 2 * self._period:
             self._show(now)
         state = steps.state
