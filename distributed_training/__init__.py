@@ -19,7 +19,7 @@ if _os.path.expanduser("~") == "~":
 
 def __getattr__(name: str) -> _Any:
     # Import the module at its first use, since it is heavy and most programs that import this
-    # package join nothing. Import it by its name, since it lies in the highest layer.
+    # package join nothing. Import it by its name, since it is in the highest layer.
     if name in ("Net", "join"):
         return getattr(_importlib.import_module(f"{__name__}.member"), name)
     if name in ("lora_config", "model_config", "tokenizer"):

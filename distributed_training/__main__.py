@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
 
 
 def _serve_page(telemetry: Any, folder: Path) -> int:
-    """Become the dashboard of a miner; return 2 where there is none.
+    """Become the dashboard of a miner; return 2 if there is none.
 
     A program of its own takes this one's place: one that others ask holds no secret but the token.
     """

@@ -224,7 +224,7 @@ def go_back(
 ) -> Manifest:
     """Publish the weights of outer step ``to`` as the next outer step; return its manifest.
 
-    ``config``: the model's. Where uploads are not kept any more, momentum and residual begin again.
+    ``config``: the model's. If uploads are not kept any more, momentum and residual begin again.
     Raises ChainBroken, GlobalStateError, StoreError.
     """
     # The chain is read from the bucket, so repair that by this machine's copy first.

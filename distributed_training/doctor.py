@@ -284,7 +284,7 @@ def probe(host: str, port: int, *, timeout: timedelta = _TIMEOUT) -> Check:
 
 
 def check_verdict(examination: Examination) -> Iterator[Check]:
-    """Repeat the verdict of dashboard and dt-status, where a miner has run.
+    """Repeat the verdict of dashboard and dt-status, if a miner has run.
 
     It fails nothing: the new version's doctor looks at the old one's miner before an update.
     """

@@ -109,7 +109,7 @@ class FounderPlan:
         given = ["--network", str(file)]
         config = rules_at(file, "validator")
         words: dict[str, list[str]] = {}
-        # The registry serves the folder where the file names the registry as the store too.
+        # The registry serves the folder if the file names the registry as the store too.
         url, served = config.chain.registry_url, folder / STORE
         own = url is not None and url == config.store.endpoint_url
         if own or served.exists():

@@ -38,7 +38,7 @@ def pin_data(data: dict[str, Any], *, unpinned: bool) -> None:
     """Add commit and row count to ``[data]``, as its source serves them now, unless it says them.
 
     The standard library's text stays free: it is for trials, on one machine. ``unpinned``: add
-    nothing. Then, and where the file says it, a source that is away is no reason to stop.
+    nothing. Then, and if the file says it, a source that is away is no reason to stop.
 
     Raises ConfigError for a source that no miner could read.
     """
@@ -194,7 +194,7 @@ def refuse_vocabulary(table: Mapping[str, Any], model: Any) -> None:
 
 
 def publish_folders(rules: dict[str, Any], target: Path) -> None:
-    """Copy a tokenizer and data that lie on this machine to ``target``, and name them by digest.
+    """Copy a tokenizer and data that are on this machine to ``target``, and name them by digest.
 
     The validator publishes what is there, so that no member needs the founder's path. Raises
     ConfigError.

@@ -5,7 +5,7 @@
     dt-join                                                       asks for the invitation
 
 The invitation is the line that the founder's "dt-network invite" or "dt-network run" prints. It
-names the network's file and its digest, and holds a secret: where other people use this machine,
+names the network's file and its digest, and holds a secret: if other people use this machine,
 leave it out, and dt-join asks for it. The flags (see dt-miner --help) go into miner.toml, and the
 secret into .env. If the network needs a bucket, put its keys into .env before. If the
 command was interrupted, run it again.
@@ -112,7 +112,7 @@ def join(options: argparse.Namespace, words: Sequence[str]) -> int:
     """
     config, _ = enter(options.folder, words)
     here = Path.cwd()
-    # Where members train on text of their own and none is named here, a script may read it.
+    # If members train on text of their own and none is named here, a script may read it.
     by_script = config.data.own and not config.data.own_text and not config.takes_ports
     status = doctor.main(["--script"] if by_script else [])
     # Before the network has begun, some checks of the doctor fail.

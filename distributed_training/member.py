@@ -201,7 +201,7 @@ class Net(RankLoop):
         self._changes_weights = True
         with self._survives("net.step()"):
             self._count_step(loss, tokens)
-        # Do this also if the first failed, since the other ranks wait for this one at the boundary.
+        # Do this even if the first failed, since the other ranks wait for this one at the boundary.
         with self._survives("net.step()"):
             # Carry out what is due, until the next micro-batch is.
             if self._controller is not None:
@@ -218,7 +218,7 @@ class Net(RankLoop):
     def batches(self) -> Iterator[Tensor]:
         """Yield micro-batches of the network's text, int64 ``(sequences, length)``, on each rank.
 
-        It is the text that the network assigns, or the files of ``data_own_text`` where members
+        It is the text that the network assigns, or the files of ``data_own_text`` if members
         have their own. The number of sequences is ``neuron_local_batch_size_train``, 1 by default.
 
         Raises:

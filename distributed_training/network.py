@@ -166,7 +166,7 @@ class Head:
 
     @property
     def averages(self) -> bool:
-        """True where members also average over hivemind at each close."""
+        """True if members also average over hivemind at each close."""
         return self.exchange == "hivemind"
 
 
@@ -188,7 +188,7 @@ class Network:
 
     @property
     def model(self) -> Mapping[str, Any] | None:
-        """The model's ``config.json``; None where only the global bucket has it."""
+        """The model's ``config.json``; None if only the global bucket has it."""
         return None if self.head.model is None else self.head.of_model(self.head.model)
 
     @property
@@ -217,7 +217,7 @@ class Network:
 class Shown:
     """The content of ``network.json``, by which the global bucket says whose it is.
 
-    ``run_id``: the network's ``rules_id``; None where an earlier version of the program wrote it.
+    ``run_id``: the network's ``rules_id``; None if an earlier version of the program wrote it.
     ``network``: its run, in a file that the master has signed; None: it is unsigned and means
     nothing.
     """
@@ -557,7 +557,7 @@ def digest_of(flat: Mapping[str, Any]) -> str:
 def signed(text: str, signer: Any, *, head: Mapping[str, Any] | None = None) -> str:
     """Return ``text`` with the signature of ``signer``, a key pair of bittensor, in it.
 
-    ``head``: values of first lines to put in the place of those that stand there; None: none.
+    ``head``: values that replace those of the first lines; None: none.
     """
     first = _FIRST_TABLE.search(text)
     # Look above the first table, since below it "signature = " is a key of that table.

@@ -50,7 +50,7 @@ def read_network(
 ) -> Network:
     """Return the network of the file at ``place``: a path, an https URL, or a built-in's name.
 
-    A URL may end with ``#`` and the digest that the file must have; then, and where a copy says
+    A URL may end with ``#`` and the digest that the file must have; then, and if a copy says
     whose file it is, http does as well.
 
     Args:
@@ -78,7 +78,7 @@ def read_network(
             "what stands behind # is no digest of 64 letters and digits", "copy the line again"
         )
     copy = kept / KEPT
-    # Read the copy before the URL is asked, since its founder decides what counts as an answer.
+    # Read the copy before asking the URL, since its founder decides what counts as an answer.
     known = None
     # There is no copy, or it is damaged (NetworkFileError is a ValueError).
     with contextlib.suppress(OSError, ValueError):
@@ -211,9 +211,9 @@ async def download(url: str, *, most: int = LARGEST_FILE, seconds: float | None 
             # Demand https, because the signature does not say that the file is the newest.
             if parts.scheme != "https" or "@" in parts.netloc or not parts.hostname:
                 raise NetworkAway(f"{url} leads to {shown}, which anybody on the way writes")
-            # Check this before anything is asked: a redirect of the founder's web site could make
-            # this machine ask its neighbours. An operator's own URL may be in the own network, and
-            # a proxy reaches no private address.
+            # Check this before any request: a redirect of the founder's web site could make this
+            # machine ask its neighbours. An operator's own URL may be in the own network, and a
+            # proxy reaches no private address.
             if proxy_for(place) is None and is_inside(place) and not is_inside(url):
                 raise NetworkAway(
                     f"{url} leads to {shown}, an internal address, so it was not asked"

@@ -19,7 +19,7 @@ def model_config(network: str | os.PathLike[str] | None = None) -> dict[str, Any
             ``miner.toml`` of the working folder says, which ``dt-join`` wrote.
 
     Raises:
-        ValueError: With one line, where there is no such network, or its file names no model.
+        ValueError: With one line, if there is no such network, or its file names no model.
 
     Examples:
         ```python
@@ -48,7 +48,7 @@ def lora_config(network: str | os.PathLike[str] | None = None) -> Any:
         network: As for :func:`model_config`.
 
     Raises:
-        ValueError: With one line, where there is no such network, or it trains no adapters.
+        ValueError: With one line, if there is no such network, or it trains no adapters.
 
     Examples:
         ```python

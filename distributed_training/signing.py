@@ -191,7 +191,7 @@ def _first_outer_step(options: argparse.Namespace, now: int | None, before: int)
 def _place_of_the_validator(path: Path) -> tuple[int | None, int | None]:
     """Return outer step and inner steps of the newest global state that the founder's machine has.
 
-    None where the validator's run folder next to the file does not say; outer step -1 where that
+    None if the validator's run folder next to the file does not say; outer step -1 if that
     folder is as ``init`` made it.
     """
     from distributed_training.store.bucket_reader import states

@@ -120,7 +120,7 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
     Times are Unix seconds, sizes bytes; None: not known, or there is none.
     """
     folder = neuron.folder
-    with contextlib.suppress(OSError):  # where the disk fails, the earlier events stay
+    with contextlib.suppress(OSError):  # if the disk fails, the earlier events stay
         neuron.poll()
     settings = read_settings(folder)
     facts = observe(folder, now)
