@@ -129,7 +129,7 @@ def members(leaders: Collection[int]) -> list[psutil.Process]:
 
 
 def end_sessions(leaders: Collection[int], *, settle: timedelta, grace: timedelta) -> list[str]:
-    """End the sessions. Returns pid and command of each process that did not end by itself.
+    """End the sessions. Returns the pid and the command of each process that did not end by itself.
 
     ``settle``: time for leaders that are ending by themselves, and then at most two seconds of it
     for what they started; SIGTERM follows. ``grace``: time from SIGTERM to SIGKILL, and the longest
