@@ -1,4 +1,4 @@
-"""Read a dataset's Parquet files where they lie, at Hugging Face, by ranges of bytes.
+"""Read a dataset's Parquet files where they are, at Hugging Face, by ranges of bytes.
 
 The files of one commit below ``data.folder`` form the same table as a local copy of them: each
 folder is a config, and its rows are those of its files in the order of their names. So a page is
