@@ -119,7 +119,7 @@ class OuterStepEnded(Event):
     committed: bool
     outer_step: int  # the outer step after it
     detail: str = ""  # why a rank voted against it
-    seconds: float = 0.0  # seconds for which training was held
+    seconds: float = 0.0  # seconds for which training paused
     dropped: str = ""  # the training that is lost, in words
     inner_step: int = 0  # inner steps after it, which the upload did not hold
 
@@ -139,7 +139,7 @@ class CheckpointBegun(Event):
     outer_step: int
     # Whether this machine's ranks have saved; None if not known yet.
     saved: Callable[[], bool | None]
-    seconds: float = 0.0  # seconds for which training was held
+    seconds: float = 0.0  # seconds for which training paused
 
 
 @dataclass(frozen=True)

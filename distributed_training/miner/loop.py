@@ -239,7 +239,7 @@ class Garbage:
 class RankLoop(ABC):
     """One rank's boundaries, whoever trains between them.
 
-    ``data``: None if that is not this program's. ``round_rank`` carries out what is of a round.
+    ``data``: None if that is not this program's. ``round_rank`` carries out the parts of a round.
     ``controller`` is None on all ranks but 0. ``alive``: called at each boundary.
     """
 

@@ -150,7 +150,7 @@ class RankGroup:
             self._ranks[each].send_signal(number)  # does nothing for a rank that has ended
 
     def end(self, *, settle: timedelta, grace: timedelta) -> list[str]:
-        """End what is left of the ranks and of all that they started; return who had to be."""
+        """End what is left of the ranks and of all that they started; return what it ended."""
         ended = end_sessions(self.pids, settle=settle, grace=grace)
         for rank in self._ranks:
             wait_or_kill(rank, 0)
