@@ -85,7 +85,7 @@ def follow_chain(
     Raises NetworkFailure.
 
     ``master``: hotkey that must have created the registry, or be on a public chain's list.
-    ``kept``: used if the chain does not answer soon; it is asked on in the background.
+    ``kept``: used if the chain does not answer soon; this keeps asking in the background.
     """
     chain = chain_kind(settings).open(settings, wallet, master)
     stack.callback(chain.close)

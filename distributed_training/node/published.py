@@ -246,7 +246,7 @@ def open_versions(
     Args:
         network: The file that the program was started with.
         folder: The run folder, which keeps the versions.
-        outer_step: From which the program continues.
+        outer_step: The outer step from which the program continues.
         read: Returns the text of a version in the network's bucket, None if there is none.
 
     Raises:
