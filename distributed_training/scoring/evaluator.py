@@ -201,7 +201,7 @@ class PageReader:
 
 
 def in_a_line(error: BaseException) -> str:
-    """Return type and text of an error that nobody expected, 200 characters at most."""
+    """Return the type and the text of an unexpected error, at most 200 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
