@@ -52,8 +52,8 @@ def register_metric(
     """Add a metric to the catalogue; the metrics file, the page and the trackers show it then.
 
     Args:
-        name: With its unit, without ``dt_``. One that ends with ``_total`` is a counter, any other
-            a gauge.
+        name: The name with its unit, without ``dt_``. One that ends with ``_total`` is a counter,
+            any other a gauge.
         about: The text of Prometheus' help.
         step: Reads it from the report of an inner step; of a counter: by how much it grows.
         measure: Measures a gauge each time the metrics file is written. Without ``step`` and
