@@ -281,7 +281,7 @@ class Checkpointer:
     """
 
     def __init__(self, *, trainer: HeldWeights, folder: Path, keep: int = 2) -> None:
-        self.hold_seconds = 0.0  # seconds for which the last save held training
+        self.hold_seconds = 0.0  # seconds for which the last save paused training
         # Seconds of the last save on this rank, until it was written.
         self.seconds: float | None = None
         self.last_error: str | None = None

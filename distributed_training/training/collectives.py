@@ -7,7 +7,7 @@ feedback and checkpoints all work on these plain float32 row blocks.
 On several machines ranks are numbered machine by machine. Each machine holds one whole copy of the
 model, sharded over its own ranks (HSDP): weights are gathered inside a machine, and only gradients
 travel between machines, each rank's with its peers of the same shard. All copies go through the
-same steps, so a copy or a checkpoint of one machine is one of all.
+same steps, so a copy or a checkpoint of one machine is that of all.
 
 Copies from a GPU use two pinned buffers in turn: the bus fills one on a stream of its own while all
 cores empty the other. A plain ``.to("cpu")`` goes through a small buffer of the driver's, and one

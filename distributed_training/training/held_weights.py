@@ -171,11 +171,11 @@ class HeldWeights(ABC):
         """Write this step boundary's upload to rank 0's ``path``, in the background. Collective.
 
         Only rank 0 gives arguments; the header's ``outer_step``, ``start``, ``inner_steps`` and
-        ``tokens`` are filled in here. A file at ``path`` is replaced. Training is held for vectors
+        ``tokens`` are filled in here. A file at ``path`` is replaced. Training pauses for vectors
         and narrow matrices, and until :meth:`boundary_copies` returns. Raises on all ranks alike
         OSError if there is no room for the file, and RankFailedError when a rank has no memory;
-        later failures are in the handle. Raises FrozenTensorError if training has changed a
-        frozen tensor.
+        later failures are in the handle. Raises FrozenTensorError if training has changed a frozen
+        tensor.
         """
         started = time.perf_counter()
         problem = None

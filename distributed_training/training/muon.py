@@ -64,7 +64,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Steps matrices whose rows lie over the ranks of one mesh; all of them call :meth:`step`.
+    """Steps matrices whose rows are spread over the ranks of one mesh; all call :meth:`step`.
 
     ``parameters``: the same matrices in the same order on each rank.
     """

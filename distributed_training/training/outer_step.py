@@ -67,7 +67,7 @@ class UploadHandle(BackgroundWrite):
     def __init__(self, path: Path, header: Header) -> None:
         super().__init__("upload")
         self.path, self.header = path, header
-        self.hold_seconds = 0.0  # how long training was held
+        self.hold_seconds = 0.0  # how long training paused
         self._cancelled = False
 
     def cancel(self) -> None:
@@ -138,7 +138,7 @@ class _Prepared:
 
 
 class OuterStep:
-    """Owns epoch-start weights and residual of one rank, and what its upload was written from.
+    """Owns one rank's epoch-start weights and residual, and what its upload was written from.
 
     All are in host memory. No tensor of ``residual`` is ever changed in place, nor the list.
 
@@ -146,7 +146,7 @@ class OuterStep:
         shards: This rank's rows of every parameter.
         stream: Sends rows between the ranks.
         rule: Says what of the movement is sent, and what share of the residual the next one takes.
-        drop_overlap: Whether what was trained late loses what lies along the update.
+        drop_overlap: Whether what was trained late loses its part along the update.
     """
 
     #: Lists of tensors in the state that change only with ``epoch_id``.
