@@ -228,7 +228,7 @@ _P2PD = b"/multistream/1.0.0"  # first words of libp2p, which the called side sa
 
 
 def probed(text: str) -> tuple[str, int]:
-    """Return host and port of what ``--probe`` names: HOST or HOST:PORT. Raises ConfigError."""
+    """Return the host and port that ``--probe`` names: HOST or HOST:PORT. Raises ConfigError."""
     host, colon, port = text.rpartition(":")
     if not colon or is_ip(text, versions=(6,)):
         host, port = text, str(SwarmSettings().dht_port)

@@ -198,7 +198,7 @@ def _store(word: str) -> Any:
 
 
 def _assignment(word: str) -> tuple[str, Any]:
-    """Return key and value of ``KEY=VALUE``; the value as TOML reads it, else as text."""
+    """Return the key and the value of ``KEY=VALUE``, the value as TOML reads it, else as text."""
     key, equals, value = word.partition("=")
     if not equals or not key:
         raise argparse.ArgumentTypeError(f"{word!r:.100} is no KEY=VALUE")
