@@ -253,8 +253,11 @@ def ranks_of(config: Config, remembered: int = 0) -> int:
 
 
 @contextlib.contextmanager
-def occupied(config: Config, folder: Path) -> Iterator[None]:
-    """Lock the run folder, with the settings of this start in it. Raises ConfigError."""
+def occupied(config: Config, folder: Path, *, sends: bool = True) -> Iterator[None]:
+    """Lock the run folder, with the settings of this start in it. Raises ConfigError.
+
+    ``sends``: whether this machine sends the uploads; if so, its hotkey is locked too.
+    """
     write_settings(config, folder)
     save_copy(config.network, folder)
 
@@ -262,7 +265,8 @@ def occupied(config: Config, folder: Path) -> Iterator[None]:
         found = launcher_of(folder)
         return found.pid if found else None
 
-    with sole_user(folder, LOCK_FILE, "miner", owner=owner), sole_sender(config):
+    hotkey = sole_sender(config) if sends else contextlib.nullcontext()
+    with sole_user(folder, LOCK_FILE, "miner", owner=owner), hotkey:
         yield
 
 

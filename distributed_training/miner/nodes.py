@@ -86,7 +86,8 @@ class Nodes:
         limit_resources()
         if self._me.local_rank == 0:
             log_settings(config)
-            stack.enter_context(occupied(config, folder))
+            # Nodes may share the disk with the wallet.
+            stack.enter_context(occupied(config, folder, sends=self._me.rank == 0))
         if self._me.rank == 0:
             stack.enter_context(dashboard(config, folder))
         if self._store.add(f"started/{self._me.rank}", 1) > 1:

@@ -14,6 +14,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from distributed_training.chain.identity import create_wallet
 from distributed_training.config import Config, ConfigError, problems
+from distributed_training.miner.launcher import occupied
 from distributed_training.node.start import (
     NetworkFailure,
     exit_status_of,
@@ -177,5 +178,10 @@ def test_a_hotkey_has_one_sender_in_each_network(tmp_path: Path) -> None:
         two = load_config("miner", [*wallet[:3], "two"], environ={}, dotenv=None, check=False)
         with sole_sender(other), sole_sender(two):
             pass
+    for name in ("node0", "node1"):
+        (tmp_path / name).mkdir()
+    # Another node of the same miner may share the disk of the wallet.
+    with occupied(other, tmp_path / "node0"), occupied(other, tmp_path / "node1", sends=False):
+        pass
     with sole_sender(first):
         pass
