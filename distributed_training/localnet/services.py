@@ -33,8 +33,6 @@ from distributed_training.protocol.lines import counted
 if TYPE_CHECKING:
     from distributed_training.config.settings import StoreSettings
 
-#: Where this package is imported from: a checkout, or site-packages.
-PACKAGES = Path(__file__).resolve().parents[2]
 # An operator's own keys and settings must not reach a subnet that is only for experiments.
 FOREIGN_PREFIXES = ("R2_", "BT_", "DT_", "WANDB_", "LOKI_", "AWS_", "HF_", "INFLUXDB_")
 _MOST_RANKS = 10
@@ -341,13 +339,10 @@ def clean_environment() -> dict[str, str]:
     # Drop variables by their prefix: a miner here must not write into the bucket of the
     # operator's real miner.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN_PREFIXES)}
-    plugins = plugin_environment()  # plug-ins of the caller that starts the subnet
-    parts = [str(PACKAGES), os.environ.get("PYTHONPATH"), plugins["PYTHONPATH"]]
     return inherited | {
-        **plugins,
+        **plugin_environment(),  # the path and the plug-ins of the caller that starts the subnet
         # Neurons share this machine: a thread for each core would slow all of them.
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, parts)),
         "PYTHONUNBUFFERED": "1",
         # Nothing here needs the hub, and a look-up without a network waits for its time-out.
         "HF_HUB_OFFLINE": "1",
