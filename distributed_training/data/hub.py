@@ -73,24 +73,10 @@ class HubSource(ParquetSource):
 
     def all_rows(self) -> dict[str, int]:
         if not self._ends:
-            with contextlib.ExitStack() as stack:
-                # One process of this machine asks, and the others wait. Where the disk has no room
-                # or no locks, each process asks the hub itself.
-                with contextlib.suppress(OSError):
-                    if self._kept is not None:
-                        self._kept.mkdir(parents=True, exist_ok=True)
-                        file = stack.enter_context((self._kept / "lock").open("ab"))
-                        fcntl.flock(file, fcntl.LOCK_EX)
+            with self._alone_on_this_machine():
                 self._load()
                 super().all_rows()
-                with contextlib.suppress(OSError):
-                    if self._kept is not None:
-                        found = {
-                            path.relative_to(self._folder).as_posix(): (self._sizes[path], ends)
-                            for path, ends in self._group_ends.items()
-                            if path in self._scanned
-                        }
-                        write_json(self._kept / "rows.json", found, durable=False)
+                self._store()
         return super().all_rows()
 
     def _files(self) -> list[Path]:
@@ -115,6 +101,18 @@ class HubSource(ParquetSource):
             )
         return list(self._sizes)
 
+    @contextlib.contextmanager
+    def _alone_on_this_machine(self) -> Iterator[None]:
+        """Let one process of this machine ask, while the others wait."""
+        with contextlib.ExitStack() as stack:
+            # Where the disk has no room or no locks, each process asks the hub itself.
+            with contextlib.suppress(OSError):
+                if self._kept is not None:
+                    self._kept.mkdir(parents=True, exist_ok=True)
+                    file = stack.enter_context((self._kept / "lock").open("ab"))
+                    fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
     def _load(self) -> None:
         """Take over what another process found."""
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -124,6 +122,17 @@ class HubSource(ParquetSource):
                     path = self._folder / name
                     self._sizes[path], self._group_ends[path] = size, ends
                     self._scanned[path] = ends[-1] if ends else 0
+
+    def _store(self) -> None:
+        """Keep what was found for the other processes."""
+        with contextlib.suppress(OSError):
+            if self._kept is not None:
+                found = {
+                    path.relative_to(self._folder).as_posix(): (self._sizes[path], ends)
+                    for path, ends in self._group_ends.items()
+                    if path in self._scanned
+                }
+                write_json(self._kept / "rows.json", found, durable=False)
 
     def _metadata(self, path: Path) -> Any:
         name = hashlib.sha256(str(path).encode()).hexdigest()[:16]

@@ -246,16 +246,8 @@ class _Seen:
         self.silence = _Seconds(self.quiet + self.both)
         self.gate = counted(facts.gate, "close")
         self.late = self._since(facts.started) > _LATE_ROUNDS * self.period
-        # How long there was no inner step, and how long a step may take.
-        step = facts.step
-        self.trains = facts.mode in ("starting", "training")
-        self.has_trained = self.trains and step is not None
-        began = (facts.started, facts.mode_since, None if step is None else step.at)
-        # Rounds and loads hold the loop, so the time after them counts from there.
-        self.still = self._since(max((at for at in began if at is not None), default=None))
-        usual = facts.step_seconds or 0.0
-        self.step_limit = _FIRST_STEP if step is None else max(120.0, 5 * usual)
         self._see_process(self.launch)
+        self._see_steps()
         self._see_network()
         self._see_uploads()
 
@@ -289,6 +281,17 @@ class _Seen:
         self.stage += then
         free, needed = self.disk.free / 1e9, self.disk.needed / 1e9
         self.room = f"{free:.1f} GB are free; upload, checkpoint and reserve take {needed:.1f} GB"
+
+    def _see_steps(self) -> None:
+        """Note how long there was no inner step, and how long a step may take."""
+        facts, step = self.facts, self.facts.step
+        self.trains = facts.mode in ("starting", "training")
+        self.has_trained = self.trains and step is not None
+        began = (facts.started, facts.mode_since, None if step is None else step.at)
+        # Rounds and loads hold the loop, so the time after them counts from there.
+        self.still = self._since(max((at for at in began if at is not None), default=None))
+        usual = facts.step_seconds or 0.0
+        self.step_limit = _FIRST_STEP if step is None else max(120.0, 5 * usual)
 
     def _see_network(self) -> None:
         """Note what the link, registry, store and the network's file say."""

@@ -36,7 +36,6 @@ from distributed_training.config.types import ConfigError
 
 from .collectives import RowStream
 from .memory_plan import BatchPlan, plan_batch
-from .model import blocks_of
 from .sharding import ShardedModel
 
 log = logging.getLogger(__name__)
@@ -312,9 +311,7 @@ class MicroBatches:
     def _uncompile(self, error: Exception) -> None:
         """Run blocks and loss eagerly from here."""
         self.say(f"torch.compile: off from here: {type(error).__name__}: {_first_line(error)}")
-        for block in blocks_of(self.sharded.model):
-            block._compiled_call_impl = None
-        self.sharded.root.kind.compile(False)
+        self.sharded.uncompile()
         self.compiled = self._tell_compiled = False
 
     def at_once(self, micro_batch: int) -> int:

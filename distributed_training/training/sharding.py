@@ -122,6 +122,12 @@ class ShardedModel:
         for parameter in root.parameters():
             parameter.grad = None
 
+    def uncompile(self) -> None:
+        """Run blocks and loss eagerly from here."""
+        for block in blocks_of(self.model):
+            block._compiled_call_impl = None
+        self.root.kind.compile(False)
+
 
 def build_sharded_model(
     settings: TrainingSettings,
