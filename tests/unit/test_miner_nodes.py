@@ -41,7 +41,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Return the signals that ranks send to themselves."""
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(nodes, "LOOK", 0.02)
-    monkeypatch.setattr(nodes, "occupied", lambda *_: nullcontext())
+    monkeypatch.setattr(nodes, "occupied", lambda *_, sends: nullcontext())
     monkeypatch.setattr(os, "kill", lambda *what: sent.append(what))
     return sent
 
