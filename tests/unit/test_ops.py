@@ -136,7 +136,7 @@ def test_pm2_waits_for_as_long_as_the_miner_takes_to_stop(
     assert config.miner.checkpoint_steps == 50 or len(rows) < 2
     assert app["kill_timeout"] == 1000 * (seconds + 25)
     assert timedelta(seconds=25) >= 3 * TERMINATE_GRACE + SETTLE
-    assert app["treekill"] is False and Path(app["script"]).is_file()
+    assert app["treekill"] is False and (tmp_path / app["script"]).is_file()
     assert not [key for key in KEYS.values() if key in done.stdout]
 
 
