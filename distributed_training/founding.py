@@ -193,7 +193,8 @@ def succeed(options: argparse.Namespace) -> None:
     old = flatten(tree_of(read_text(options.of)))
     options.exchange = options.exchange or str(old.get("exchange"))
     # The new network pins these again. data.rows_url is a key of earlier editions.
-    own = {"data.source", "data.files", "tokenizer.files", "data.rows_url"}
+    # It would end at once by a loss that the old one has reached.
+    own = {"data.source", "data.files", "tokenizer.files", "data.rows_url", "stop.loss"}
     needless = needless_keys(options.exchange)
     carried = [
         (key, value)
@@ -422,7 +423,7 @@ def _run_file(options: argparse.Namespace) -> str:
         flags["plugins"] = options.plugins
     return (
         "# More flags than those that `dt-network run` finds itself (--print shows all), without\n"
-        '# the dashes: "neuron.device" = "cuda:1" below [validator]. [registry] and [store] too.\n'
+        '# the dashes: "neuron.device" = "cuda:1" below [validator]. [registry] too.\n'
         "[validator]\n"
         + "".join(f'"{name}" = {toml_value(value)}\n' for name, value in flags.items())
     )

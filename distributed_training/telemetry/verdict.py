@@ -152,8 +152,8 @@ def hides(judgement: Judgement, alert: str) -> bool:
 
 _CONTINUES = "training continues, and uploads follow by themselves"
 _TELL = f"tell the founder, unless it is known; {_CONTINUES}"
-_TEACH = "lower the learning rate, or read some of the text that this miner trains on: it may be "
-_TEACH += "damaged, or unlike the network's; if this comes twice, ask the founder"
+_TEACH = "read some of the text that this miner trains on: it may be damaged, or unlike the "
+_TEACH += "network's; if this comes twice, ask the founder"
 _AGAIN = "if this comes twice, ask the founder"
 #: Beginning of the cause for which an upload does not count -> what the operator does about it. It
 #: is empty if the upload's content goes into the next one.

@@ -343,7 +343,7 @@ def test_a_network_whose_key_is_lost_continues_as_another_by_one_command(
 ) -> None:
     """Its weights, its tokenizer and its rules are those it had, but for what a word says."""
     source = saved(tmp_path / "source", tied=True, sharded=False, dtype=torch.float32)
-    network = Founded(tmp_path, source, capsys)
+    network = Founded(tmp_path, source, capsys, "--set", "stop.loss=3.5")
     state, _ = network.start(network.config())
     file = network.folder / "network.toml"
     shutil.rmtree(network.folder / "wallets")
@@ -357,7 +357,8 @@ def test_a_network_whose_key_is_lost_continues_as_another_by_one_command(
     assert new["tokenizer.name"] == "bytes" and new["version"] == 1
     own = ("chain.", "model.", "store.", "swarm.", "name", "version", "signature", "tokenizer.")
     differ = {key for key in old | new if not key.startswith(own) and old.get(key) != new.get(key)}
-    assert differ == {"training.warmup_steps"} and new["training.warmup_steps"] == 7
+    assert differ == {"training.warmup_steps", "stop.loss"} and "stop.loss" not in new
+    assert new["training.warmup_steps"] == 7
     assert new["training.sequence_length"] == 64 and new["data.source"] == "stdlib"
     assert new["chain.master_hotkey"] != old["chain.master_hotkey"]
     assert (tmp_path / "next-weights" / "model.safetensors").exists()

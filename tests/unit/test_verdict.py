@@ -135,7 +135,7 @@ CASES: list[tuple[Facts, dict[str, Any], Verdict, Level, str]] = [
     (WELL, fate("merged", at=NOW - 1300), V.WAITING, RED, "named an upload of this miner for"),
     (NEW, fate("merged", at=NOW - 1300), V.WAITING, ORANGE, "named an upload of this miner for"),
     (WELL, {"uploads": (KnownUpload(6, NOW - 1900),)}, V.WAITING, RED, "yet; see on the"),
-    (WELL, fate("refused", "worse: 3.4, not 3.0"), V.REFUSED, RED, "lower the learning rate"),
+    (WELL, fate("refused", "worse: 3.4, not 3.0"), V.REFUSED, RED, "read some of the text"),
     (WELL, fate("refused", "spoiler: with it 3.4"), V.REFUSED, RED, "text that this miner"),
     (WELL, fate("refused", "copy: of uid 3"), V.REFUSED, RED, "hotkey and a --neuron.run"),
     (WELL, fate("refused", "the network went back to outer step 3"), V.REFUSED, ORANGE, "back"),
