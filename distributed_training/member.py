@@ -76,6 +76,7 @@ log = logging.getLogger(__name__)
 
 PACKAGE = "distributed_training"  # the logger whose lines are ours
 _CLOSED = "the script left the network"
+_GOES_ON = ": a start continues from the last one"
 _SAY_AGAIN = 600.0  # seconds between two lines of one cause
 _SILENT = 300.0  # seconds without a step, after which a close that passes is worth a line
 # Boundaries until a stop, which comes at the next one unless something fails.
@@ -197,6 +198,12 @@ class Net(RankLoop):
         """
         if self._ended:
             return
+        if self._changes_weights:
+            raise RuntimeError(
+                "net.step() was interrupted while it changed weights, so they may be half changed "
+                "and nothing more is trained on them: call join() again, which continues from the "
+                "last checkpoint"
+            )
         # Set until the change ends, since an interrupt may leave weights half changed.
         self._changes_weights = True
         with self._survives("net.step()"):
@@ -249,10 +256,15 @@ class Net(RankLoop):
                     self._post(ev.MicroBatchEnded())
 
     def close(self) -> None:
-        """Write a checkpoint and end the membership. Call it on each rank."""
+        """Write a checkpoint and end the membership. Call it on each rank.
+
+        No checkpoint is written after an interrupt that may have left the weights half changed.
+        """
         if self._closed:
             return
-        if not self._ended:
+        if self._half_changed():
+            log.warning("The last step was interrupted, so no checkpoint is written%s", _GOES_ON)
+        elif not self._ended:
             with self._survives("the last checkpoint"):
                 self._weights.in_step = self._micro_batches > 0
                 self._post(ev.StopRequested(_CLOSED))
@@ -262,12 +274,13 @@ class Net(RankLoop):
                 self._end()
         self._leave()
 
+    def _half_changed(self) -> bool:
+        return self._changes_weights or self._weights.steps.under_way
+
     def _may_save(self) -> bool:
         """Return whether a checkpoint can be written after an interrupt."""
-        # Another rank may be in a collective of training that never ends, and the weights may be
-        # half changed.
-        whole = not (self._changes_weights or self._weights.steps.under_way)
-        return whole and self._weights.stream.world_size == 1
+        # Another rank may be in a collective of training that never ends.
+        return not self._half_changed() and self._weights.stream.world_size == 1
 
     def __enter__(self) -> Self:
         return self
@@ -278,9 +291,7 @@ class Net(RankLoop):
             self.close()
         elif not self._closed:
             log.warning(
-                "The script ended by %s, so no checkpoint is written: a start continues from the "
-                "last one",
-                kind.__name__,
+                "The script ended by %s, so no checkpoint is written%s", kind.__name__, _GOES_ON
             )
             self._leave()
 
@@ -344,7 +355,7 @@ class Net(RankLoop):
         if self._data is not None and not micro_batches and self._repeats("data") is not None:
             log.warning(
                 "No text of net.batches() was trained on, and members of this network are judged "
-                "on the text that it assigns: uploads are merged, and score nothing"
+                "on the text that it assigns: uploads are merged but earn little score"
             )
         if self._controller is None:
             return

@@ -527,7 +527,7 @@ def test_an_interrupt_is_saved_and_an_error_is_not(world: MemberWorld) -> None:
         assert progress["inner_step"] == saved
 
 
-@pytest.mark.parametrize("end", ["none", "interrupt", "error", "half"])
+@pytest.mark.parametrize("end", ["none", "interrupt", "error", "half", "half, closed"])
 def test_join_in_one_process_a_second_time_continues(
     script: Script, end: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -545,19 +545,24 @@ def test_join_in_one_process_a_second_time_continues(
     elif end == "error":
         with pytest.raises(ZeroDivisionError):
             script.train(1 // 0)
-    elif end == "half":
+    elif "half" in end:
         with (
             pytest.raises(KeyboardInterrupt),
             mock.patch.object(first, "boundary", side_effect=KeyboardInterrupt),
         ):
             script.train()
+        with pytest.raises(RuntimeError, match=r"half changed .* call join\(\) again"):
+            script.train()
+    if "closed" in end:
+        first.close()
     script.net = distributed_training.join(
         world.network, script.model, script.optimizer, **world.settings()
     )
-    assert "join() is called again: the membership of before" in caplog.text
+    ended = "no checkpoint is written" if "closed" in end else "join() is called again: the mem"
+    assert ended in caplog.text
     assert script.net is not first and first._closed
     # Half changed weights are not saved: it continues at the checkpoint of step 5.
-    assert script.net.inner_step == (5 if end == "half" else 7)
+    assert script.net.inner_step == (5 if "half" in end else 7)
     script.take_outer_step()
     assert script.net.outer_step == 1
     assert list(member._members.values()) == [script.net]
