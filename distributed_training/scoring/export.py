@@ -261,8 +261,9 @@ def model_card(
         "Outer step": outer_step,
         "Tokenizer": config.miner.global_tokenizer_name,
     }
-    of_hub = config.data.source == "hub"
-    rows |= {"Data": config.data.dataset if of_hub else config.data.source}
+    data = config.data
+    source = data.dataset if data.source == "hub" else data.source
+    rows |= {"Data": "each member's own text" if data.own else source}
     rows |= {"Measured": figures} if figures else {}
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     return f"""---

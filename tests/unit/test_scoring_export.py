@@ -80,7 +80,7 @@ def test_a_model_is_measured_on_the_networks_own_text(state: Path, tmp_path: Pat
     text = tmp_path / "held.txt"
     text.write_text("ACGT" * 400)
     digest = hashlib.sha256(text.read_bytes()).hexdigest()
-    rules = {"exchange": "store", "data.held_out": f"{text}#{digest}"}
+    rules: dict[str, object] = {"exchange": "store", "data.held_out": f"{text}#{digest}"}
     file = network_file(tmp_path, rules)
     words = ["--from", str(state), "--network", file, "--eval", "4"]
     assert export.main([str(tmp_path / "model"), *words]) == 0
@@ -90,12 +90,14 @@ def test_a_model_is_measured_on_the_networks_own_text(state: Path, tmp_path: Pat
         math.log(264), abs=0.4
     )
     again = f"code*3={text}#{digest}"
-    rules["data.held_out"] = [again, again.replace("code*3", "prose")]
+    rules |= {"data.held_out": [again, again.replace("code*3", "prose")], "data.own": True}
     of_two = ["--network", network_file(tmp_path / "two", rules)]
     assert export.main([str(tmp_path / "of-two"), *words[:2], *of_two, *words[4:]]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     loss = out.partition("held-out loss ")[2].split(",")[0]
     assert last.startswith(f"held-out loss {loss}, ")
+    card = (tmp_path / "of-two" / "README.md").read_text()
+    assert "| Data | each member's own text |" in card
     assert last.endswith(f", on code 0.75, prose 0.25 (code {loss}, prose {loss})")
 
 
