@@ -20,12 +20,19 @@ ended() {
     status=0
 }
 
+# Slurm sends SIGTERM to all processes of a step, and torchrun gives up on its ranks at a second one. But
+# a child that started while Slurm went through its list has not got it.
+stop() {
+    asked=yes
+    [ $((SECONDS - began)) -ge 5 ] || kill -TERM "$child" 2>/dev/null
+}
+
 # %n in a word is the number of the node.
-task="$(declare -f ended)"'
+task="$(declare -f ended stop)"'
 asked=""
-# Slurm sends it to all processes of a step, and torchrun gives up on its ranks at a second one.
-trap asked=yes TERM
+trap stop TERM
 while :; do
+    began=$SECONDS
     "${@//%n/$SLURM_NODEID}" & child=$!
     [ -z "$asked" ] || kill -TERM "$child" 2>/dev/null
     ended

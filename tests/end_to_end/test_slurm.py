@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.timeout(600)]
 
 
 #: A launcher that notes each start and stop of it, and ends as its node's list says; then it runs.
+#: "late": it starts while its node is asked to stop, so Slurm does not signal it.
 LAUNCHER = """
 notes=$NOTES-$SLURM_NODEID
 stop=""
@@ -32,6 +33,7 @@ declare -n plan=ENDS$SLURM_NODEID
 ends=($plan)
 end=${ends[$(grep -c started $notes) - 1]:-runs}
 case $end in
+late) kill -TERM $PPID ;&
 runs) while [ -z "$stop" ]; do sleep 0.1; done; echo stopped >>$notes ;;
 [0-9]*) exit $end ;;
 *) trap - TERM; kill -$end $$ ;;
@@ -169,6 +171,15 @@ def test_every_node_starts_its_own_launcher_again_after_any_end(cluster: Slurm) 
     cluster.run("scancel", "--signal=TERM", job)
     _ended(cluster, job)
     assert _notes(cluster, 0)[3:] == ["stopped"], "stopped, not started again"
+
+
+@pytest.mark.slow
+def test_a_launcher_that_starts_during_a_stop_is_stopped_too(cluster: Slurm) -> None:
+    job = _submit_launchers(cluster, node1="1 late")
+    wait_for(lambda: _notes(cluster, 1)[2:] == ["stopped"], "the stop of node 1", seconds=60)
+    cluster.run("scancel", "--signal=TERM", job)
+    _ended(cluster, job)
+    assert _notes(cluster, 0) == ["started", "stopped"]
 
 
 @pytest.mark.slow
