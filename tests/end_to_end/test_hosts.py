@@ -69,11 +69,12 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Trial:
     return made
 
 
-def test_all_hosts_are_merged_in_each_outer_step(trial: Trial) -> None:
+def test_all_hosts_count_in_each_outer_step(trial: Trial) -> None:
+    """An upload that helps less than the others is carried over."""
     merged = re.findall(r"^outer step (\d) after \d+ s: merged (.*); held", trial.printed, re.M)
     assert [int(step) for step, _ in merged] == [*range(1, ROUNDS + 1)]
     for _, names in merged:
-        assert sorted(names.split(", ")) == MEMBERS
+        assert sorted(re.split(", |; carried over ", names)) == MEMBERS
 
 
 @pytest.mark.parametrize("member", MEMBERS)
