@@ -8,18 +8,19 @@ import os as _os
 from typing import Any as _Any
 
 __version__ = "0.2.0"
-#: Shown in place of a program's help, which is its docstring.
+#: Shown instead of a program's help text, which is its docstring.
 NO_HELP = "python -OO removes the help: start without it"
 
-# Before anything imports the chain's client, which fails without a home: an account that a
-# container makes up (docker run --user 12345) has none. There it is where .env and run folder are.
+# Set HOME before anything imports the chain's client, which fails without it: an account that a
+# container makes up (docker run --user 12345) has no home. Its home is then the current folder,
+# where .env and the run folder are.
 if _os.path.expanduser("~") == "~":
     _os.environ["HOME"] = _os.path.abspath(_os.curdir)
 
 
 def __getattr__(name: str) -> _Any:
-    # Import the module at its first use, since it is heavy and most programs that import this
-    # package join nothing. Import it by its name, since it is in the highest layer.
+    # Import the module on first use, since it is heavy and most programs that import this package
+    # do not join a network. Import it by name, since it is in the highest layer.
     if name in ("Net", "join"):
         return getattr(_importlib.import_module(f"{__name__}.member"), name)
     if name in ("lora_config", "model_config", "tokenizer"):

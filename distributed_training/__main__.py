@@ -1,9 +1,11 @@
 """Commands that have no program of their own.
 
 python -m distributed_training doctor ...             check all before a start; see its --help
-python -m distributed_training page ...               the dashboard of a miner with these flags
-python -m distributed_training stop-seconds KIND ...  how long a stop may take, with these flags
-python -m distributed_training run-folder KIND ...    the run folder, with these flags
+python -m distributed_training page ...               serve the dashboard of a miner
+python -m distributed_training stop-seconds KIND ...  print how long its stop may take
+python -m distributed_training run-folder KIND ...    print its run folder
+
+The last three take the flags of that program. KIND is miner or validator.
 """
 
 from __future__ import annotations
@@ -39,15 +41,15 @@ def main(argv: list[str]) -> int:
                 folder = run_folder_of(flags)
                 if not is_run_folder(folder):
                     return exit_with(error)
-                # The start was refused for it, and the folder tells.
+                # The miner's start was refused for the same error, and its run folder shows that.
                 return _serve_page(schema("miner").classes["telemetry"](), folder)
             return _serve_page(config.telemetry, config.run_folder)
         case ["stop-seconds" | "run-folder" as what, ("miner" | "validator") as kind, *flags]:
-            # app.config.js tells pm2 the first, and scripts/update.sh finds the events by the
-            # second.
+            # app.config.js sets pm2's time limit from the first; scripts/update.sh finds the
+            # events with the second.
             own = OPERATORS_FILE if kind == "miner" else None
             try:
-                # Skip the checks across settings, since the start says what is wrong.
+                # Skip the checks that compare settings, since the start reports what is wrong.
                 config = load_config(kind, flags, file=own, check=False)
             except ConfigError as error:
                 return exit_with(error)
@@ -65,16 +67,16 @@ def main(argv: list[str]) -> int:
 
 
 def _serve_page(telemetry: Any, folder: Path) -> int:
-    """Become the dashboard of a miner; return 2 if there is none.
+    """Replace this process with the dashboard of a miner; return 2 if the dashboard is off.
 
-    A program of its own takes this one's place: one that others ask holds no secret but the token.
+    The dashboard is a separate program, since a server must hold no secret except its token.
     """
     from distributed_training.common.processes import die_with_parent, without_secrets
 
     if telemetry.page_port == "off":
-        print("error: no dashboard, since --neuron.page_port is off", file=sys.stderr)
+        print("error: there is no dashboard: --neuron.page_port is off", file=sys.stderr)
         return 2
-    if "pm_id" in os.environ:  # pm2's daemon was killed: its next one starts another page
+    if "pm_id" in os.environ:  # if pm2's daemon is killed, its next one starts another dashboard
         die_with_parent()
     environment = without_secrets()
     if telemetry.page_token is not None:

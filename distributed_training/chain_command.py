@@ -2,10 +2,11 @@
 
 ``dt-network audit``, ``rewind`` and ``recover``.
 
-An audit needs only the bucket. Its founder reads it with the keys of that machine, a member by the
-registry, and anybody from a copy of its files. A rewind is one more outer step, signed by the
-master, with the weights of an earlier outer step. Nothing that was published is taken back. A
-recovery does the same for a bucket that lost what members have seen, and begins the chain again.
+An audit needs only the bucket. The founder reads it with the keys on that machine, a member through
+the registry, and anybody else from a copy of its files. A rewind publishes one more outer step,
+signed by the master, with the weights of an earlier outer step. Nothing that was published is
+withdrawn. A recovery does the same for a bucket that lost objects that members have seen, and
+starts a new chain.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ from distributed_training.validator.merge import OuterState, Rule
 from distributed_training.validator.outer_steps import OuterSteps, next_state
 from distributed_training.validator.replay import ChainBroken, ManifestChain, read_set, write_set
 
-_SERIALS = 1 << 32  # above all that a network can have had since the newest known one
+_SERIALS = 1 << 32  # more serials than a network can have used since the newest known one
 
 
 def audit(options: argparse.Namespace) -> int:
-    """Print which objects fit; return the exit status, 1 if one does not fit.
+    """Print what does not fit the chain; return the exit status, 1 if there is anything.
 
     Raises ConfigError, ChainError, StoreError.
     """
@@ -87,7 +88,7 @@ def audit(options: argparse.Namespace) -> int:
 
 
 def _versions(config: Config, store: ObjectStore, folder: Path) -> replay.Versions:
-    """Return the versions of the network's file next to it and in the bucket, for an audit."""
+    """Return the versions of the network's file, next to it and in the bucket, for an audit."""
     reader, known = BucketReader(store), Versions(config.network, folder)
     known.look_beside(config.network.place)
 
@@ -105,7 +106,7 @@ def _versions(config: Config, store: ObjectStore, folder: Path) -> replay.Versio
 
 
 def _check_statement(config: Config, store: ObjectStore, versions: replay.Versions) -> list[str]:
-    """Return what does not fit in ``network.json``, which members read. Raises StoreError."""
+    """Return the problems of ``network.json``, which members read. Raises StoreError."""
     try:
         shown = BucketReader(store).network()
     except (IntegrityError, StateUnavailable) as error:
@@ -113,9 +114,9 @@ def _check_statement(config: Config, store: ObjectStore, versions: replay.Versio
     if shown is None:
         return []
     if not shown.counts_for(config.network):
-        return [f"{NETWORK} is not signed by the network's master, so members believe none of it"]
+        return [f"{NETWORK} is not signed by the network's master, so members ignore it"]
     if shown.run_id not in versions:
-        return [f"{NETWORK} names the rules {shown.run_id}, of no version of the network's file"]
+        return [f"{NETWORK} names rules {shown.run_id}, but no version of the network's file does"]
     return []
 
 
@@ -133,8 +134,8 @@ def rewind(options: argparse.Namespace) -> int:
         try:
             if not steps.load() or options.to >= steps.head.outer_step:
                 raise ConfigError(
-                    f"outer step {options.to} is not before the network's, so nothing was "
-                    "published: give --to with an earlier one"
+                    f"outer step {options.to} is not before the network's newest, so nothing was "
+                    "published: choose an earlier one for --to"
                 )
             manifest = go_back(
                 steps,
@@ -144,19 +145,19 @@ def rewind(options: argparse.Namespace) -> int:
                 period=config.rounds.period.total_seconds(),
                 grace=config.rounds.grace.total_seconds(),
             )
-        except GlobalStateError as error:  # it says what to do
+        except GlobalStateError as error:  # its text says what to do
             raise ConfigError(str(error)) from None
         except ChainBroken as error:
             raise ConfigError(
-                f"{error}, so the network cannot go back to outer step {options.to}: give --to with"
-                " another, or restore that file"
+                f"{error}, so the network cannot go back to outer step {options.to}: choose another"
+                " one for --to, or restore that file"
             ) from None
     _print_next(manifest, options.folder)
     return ExitStatus.STOPPED
 
 
 def recover(options: argparse.Namespace) -> int:
-    """Begin the chain again, above all that members can have seen; return the exit status.
+    """Start a new chain above every outer step that members can have seen; return the exit status.
 
     Raises ConfigError, StoreError.
     """
@@ -179,12 +180,12 @@ def recover(options: argparse.Namespace) -> int:
 def _leading(
     config: Config, folder: Path
 ) -> Iterator[tuple[OuterSteps, ManifestChain, ObjectStore]]:
-    """Open the network of the founder's ``folder`` to publish. Raises ConfigError, StoreError."""
+    """Open the network in the founder's ``folder`` to publish. Raises ConfigError, StoreError."""
     network_model(config)  # refuses a network without [model.config]
     signer, place = load_wallet(config.chain).hotkey.sign, config.run_folder / "global"
-    config.run_folder.mkdir(parents=True, exist_ok=True)  # it may be on an empty disk
+    config.run_folder.mkdir(parents=True, exist_ok=True)  # it may be missing, as on a new disk
     with ExitStack() as stack:
-        instead = "wait for its end"
+        instead = "wait until it ends"
         stack.enter_context(
             sole_user(config.run_folder, "validator.lock", "validator", instead=instead)
         )
@@ -204,7 +205,7 @@ def _print_next(manifest: Manifest, folder: Path) -> None:
 
 
 def _reported(ledger: Path) -> int:
-    """Return the newest outer step that the validator has reported to its registry; -1: none."""
+    """Return the newest outer step that the validator reported to its registry; -1 if none."""
     with (
         suppress(sqlite3.Error),
         closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)) as db,
@@ -224,10 +225,12 @@ def go_back(
 ) -> Manifest:
     """Publish the weights of outer step ``to`` as the next outer step; return its manifest.
 
-    ``config``: the model's. If uploads are not kept any more, momentum and residual begin again.
+    ``config``: the model's ``config.json``. Momentum and residual start again from zero if the
+    uploads that they follow from are no longer kept.
+
     Raises ChainBroken, GlobalStateError, StoreError.
     """
-    # The chain is read from the bucket, so repair that by this machine's copy first.
+    # The chain is read from the bucket, so repair the bucket from this machine's copy first.
     steps.restore(deep=True, older=True)
     head, before = steps.head, steps.state or chain.state()
     try:
@@ -265,20 +268,20 @@ def begin_again(
     grace: float,
     above: int = -1,
 ) -> Manifest:
-    """Publish the newest weights there are as the first outer step of the chain; return it.
+    """Publish the newest available weights as the first outer step of a new chain.
 
-    Its number and serial are above all in the bucket and on this machine. An outer step takes half
-    a ``period`` (seconds) at least, so they are also above what others can have seen since the
-    newest that is known was signed.
+    Return its manifest. Its outer step and serial are above all those in the bucket and on this
+    machine. An outer step takes at least half a ``period``, so they are also above whatever others
+    can have seen since the newest known outer step was signed.
 
     Args:
-        steps: The validator's, not loaded, since the chain in the bucket may be damaged.
-        chain: The reader of the same bucket.
+        steps: The validator's outer steps, not loaded: the chain in the bucket may be damaged.
+        chain: Reads the chain in the same bucket.
         store: The bucket.
-        config: The model's.
-        period: Seconds from a close to the next.
+        config: The model's ``config.json``.
+        period: Seconds from one close to the next.
         grace: Seconds that uploads may take after a close.
-        above: An outer step that somebody has seen.
+        above: An outer step that a member has seen.
 
     Raises:
         ConfigError: Neither the bucket nor this machine has weights that the master has signed.
@@ -308,8 +311,8 @@ def begin_again(
     if found is None:
         raise ConfigError(
             "neither the bucket nor the validator's run folder has weights that this network's "
-            "master has signed, so nothing was published: put back a copy of the bucket, or create "
-            "a network with the weights of a member (dt-network succeed)"
+            "master has signed, so nothing was published: restore the bucket from a backup, or "
+            "create a network from a member's weights (dt-network succeed)"
         )
     info = store.head(listed[0].key) if listed else None
     now = time.time() if info is None else info.modified + (info.age_seconds or 0.0)
@@ -346,9 +349,9 @@ def _publish_again(
     now: float,
     **changes: Any,
 ) -> Manifest:
-    """Publish ``values``, of the outer step of ``target``, as another one; return its manifest."""
+    """Publish the ``values`` of ``target``'s outer step as another one; return its manifest."""
     folder = steps.place(changes["outer_step"])
-    # A round that was merged but never published has left its scores here, and they would count.
+    # A round that was merged but never published leaves its scores here, and they would count.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     files = write_set(folder, chain.schema, values, config_bytes(config))
@@ -372,7 +375,7 @@ def _publish_again(
 
 
 def _founders(folder: Path) -> Config:
-    """Return the configuration of the validator of a founder's folder. Raises ConfigError."""
+    """Return the configuration of the validator in a founder's folder. Raises ConfigError."""
     plan = FounderPlan.of(folder)
     return load_config("validator", plan.words["validator"], environ=plan.environ, check=False)
 

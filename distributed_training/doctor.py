@@ -1,4 +1,4 @@
-"""Check machine, configuration, keys, chain and data before training.
+"""Check the machine, the configuration, the keys, the chain and the data before training.
 
     dt-doctor [--json] [--model SIZE|config.json] [--uid N] [--offline] [--script]
               [flags of dt-miner]...
@@ -11,15 +11,15 @@
     dt-doctor --model 1b --nproc_per_node 4    another model, four ranks
     dt-doctor --script                         for a script of yours, which reads its own text
     dt-doctor --probe 203.0.113.7              is that DHT peer's port open from here?
-    dt-doctor --probe 203.0.113.7:48009        the same, at a rented container's outside port
-    dt-doctor --bundle help.tar.gz             rows, log, settings, events, versions for a helper,
-                                               with secrets masked; --log: where pm2 is not used
-    dt-doctor --notify                         send a message to the service of DT_NOTIFY_URL
+    dt-doctor --probe 203.0.113.7:48009        the same, at a rented container's public port
+    dt-doctor --bundle help.tar.gz             findings, log, settings, events and versions for a
+                                               helper, secrets masked; --log: if pm2 is not used
+    dt-doctor --notify                         send a test message to the service at DT_NOTIFY_URL
 
-It takes every flag of dt-miner, .env and the environment, so its result holds for the miner that is
-started in the same way and checks its machine in the same way. Nothing is changed or trained, and
-what it writes to a bucket it deletes again. `python -m distributed_training doctor` and
-scripts/diagnose.py are the same. Exit status:
+It takes every flag of dt-miner, and reads .env and the environment, so its result is valid for a
+miner that is started the same way, which checks its machine the same way. It changes and trains
+nothing, and deletes again what it writes to a bucket. `python -m distributed_training doctor` and
+scripts/diagnose.py do the same. Exit status:
 0 nothing failed (warnings are allowed), 1 something failed, 2 a flag is wrong, 130 interrupted.
 """
 
@@ -77,20 +77,20 @@ _WIDTH = 160  # width without a terminal
 
 
 def examine(examination: Examination) -> list[Check]:
-    """Make all checks. Each reports what went wrong itself, so there is nothing to catch."""
+    """Run all checks. Each check reports its own errors, so there is nothing to catch."""
     checks = [check_verdict, *machine.CHECKS]
     if not examination.config.leads:
-        why_not = "only node 0 asks chain, bucket and peers"
+        why_not = "only node 0 contacts the chain, the bucket and peers"
     elif examination.offline:
-        why_not = "--offline: chain, bucket, data are not asked"
+        why_not = "--offline: the chain, the bucket and the data were not checked"
     else:
-        # Imported here, since --help and a refusal should not wait for the chain's client.
+        # Import this here, since --help and a refusal should not wait for the chain's client.
         from distributed_training.health import outside
 
         checks += outside.CHECKS
         why_not = ""
     for check in checks:
-        examination.found += check(examination)  # later checks ask what failed before them
+        examination.found += check(examination)  # later checks look up what failed before them
     if why_not:
         examination.found.append(Check("network", "skip", why_not))
     return examination.found
@@ -103,7 +103,7 @@ def read_model(wanted: str) -> tuple[dict[str, Any], str]:
         ModelShape.from_config(content)
     except ValueError as error:
         raise ConfigError(
-            f"--model {wanted}: {error}, so nothing was checked: give one of them or the "
+            f"--model {wanted}: {error}, so nothing was checked: choose a known size or the "
             "config.json of a Llama-like model"
         ) from None
     return content, f"--model {wanted}"
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.help:
         print(__doc__ or NO_HELP)
         return 0
-    logging.disable(logging.CRITICAL)  # libraries log their retries; the findings have the result
+    logging.disable(logging.CRITICAL)  # libraries log their retries; the findings show the result
     try:
         if options.probe:
             return report([probe(*probed(options.probe))], as_json=options.json)
@@ -138,15 +138,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         require(**extras_of_network(config))
         if options.bundle and os.path.lexists(options.bundle):
             raise ConfigError(
-                f"--bundle {options.bundle} is there already, so nothing was written: give another "
+                f"--bundle {options.bundle} exists already, so nothing was written: choose another "
                 "name"
             )
         if options.notify:
             return report([try_webhook(config)], as_json=options.json)
         ranks, ports = listening_ranks(config.run_folder).values(), set()
         processes = members(sessions_of(ranks))
-        # Ask all processes of a running miner, since each port belongs to another process, and the
-        # DHT peer's to p2pd.
+        # Ask all processes of a running miner, since each port belongs to a different process, and
+        # the DHT peer's port to p2pd.
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 for connection in process.net_connections("tcp"):
@@ -166,14 +166,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             launcher = launcher_of(config.run_folder)
             log = options.log or find_log(launcher.pid if processes and launcher else None)
             lines = write_bundle(options.bundle, config, examination.found, log=log)
-            print(f"{options.bundle} has, with secrets masked:", *lines, sep="\n", file=sys.stderr)
+            print(f"{options.bundle} holds, secrets masked:", *lines, sep="\n", file=sys.stderr)
             if log is None:
-                print("No log was found: give it with --log FILE", file=sys.stderr)
+                print("No log was found: name it with --log FILE", file=sys.stderr)
         return status
     except ConfigError as error:
         return exit_with(error)
     except KeyboardInterrupt:
-        print("interrupted, so nothing is known: run the same command again", file=sys.stderr)
+        print("interrupted, so there is no result: run the same command again", file=sys.stderr)
         return ExitStatus.INTERRUPTED
     finally:
         logging.disable(logging.NOTSET)
@@ -185,17 +185,17 @@ def try_webhook(config: Config) -> Check:
     if url is None:
         return Check(name, "fail", "DT_NOTIFY_URL is not set", "put DT_NOTIFY_URL=... into .env")
     service = service_of(url)
-    text = "this is a test, by dt-doctor --notify: messages of this miner come here"
+    text = "this is a test by dt-doctor --notify: this miner's messages will arrive here"
     try:
         deliver(url, config.miner.name, text)
     except NotSent as error:
-        remedy = "check DT_NOTIFY_URL in .env, and the network of this machine"
-        return Check(name, "fail", f"{service} has not taken a message: {error}", remedy)
-    return Check(name, "ok", f"{service} has taken a test message: see that it came")
+        remedy = "check DT_NOTIFY_URL in .env, and this machine's network"
+        return Check(name, "fail", f"{service} did not accept the message: {error}", remedy)
+    return Check(name, "ok", f"{service} accepted a test message: check that it arrived")
 
 
 def report(checks: Sequence[Check], *, as_json: bool) -> int:
-    """Print them; the exit status."""
+    """Print the checks; return the exit status."""
     status = int(any(check.status == "fail" for check in checks))
     if as_json:
         print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
@@ -220,11 +220,12 @@ def report(checks: Sequence[Check], *, as_json: bool) -> int:
 
 
 # --- the port of another machine -----------------------------------------------------------------
-# No machine can find out by itself whether its port is open to others: a router may turn its own
-# address back inside. So a second machine, a peer's or a rented one, dials.
+# No machine can find out on its own whether its port is open to others, because its router may
+# send a connection to its public address straight back inside. So a second machine, a peer's or a
+# rented one, has to dial it.
 
-_TIMEOUT = timedelta(seconds=5)  # limit for the connection, and for an answer
-_P2PD = b"/multistream/1.0.0"  # first words of libp2p, which the called side says
+_TIMEOUT = timedelta(seconds=5)  # time limit for the connection, and again for the first bytes
+_P2PD = b"/multistream/1.0.0"  # what a libp2p peer sends first when it is dialled
 
 
 def probed(text: str) -> tuple[str, int]:
@@ -236,41 +237,39 @@ def probed(text: str) -> tuple[str, int]:
     is_port = re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 65536
     if not host or text.isdigit() or not is_port:
         raise ConfigError(
-            f"--probe {text!r} is not HOST or HOST:PORT, so nothing was dialled: give e.g. "
+            f"--probe {text!r} is not HOST or HOST:PORT, so nothing was dialled: write, e.g., "
             "203.0.113.7:8009"
         )
     return host, int(port)
 
 
 def probe(host: str, port: int, *, timeout: timedelta = _TIMEOUT) -> Check:
-    """Dial a DHT peer's port. ``timeout`` covers the connection, and the wait for its words."""
+    """Dial a DHT peer's port. ``timeout`` limits the connection, and the wait for an answer."""
     name, place = f"probe {host}:{port}", f"{host}:{port}"
     try:
         with socket.create_connection((host, port), timeout=timeout.total_seconds()) as connection:
             said = b""
-            # A libp2p daemon speaks first. Another program may say nothing in time, or hang up.
+            # A libp2p daemon speaks first. Another program may send nothing in time, or hang up.
             with contextlib.suppress(OSError):
-                # Read only the first words, since the called side may send without an end.
+                # Read only the first bytes, since the other side may send endlessly.
                 said = connection.recv(256)
-    # Catch this before OSError, of which it is one: a firewall that drops is silent, a closed port
-    # refuses.
+    # Catch this before its base class OSError: a firewall that drops packets is silent, whereas a
+    # closed port refuses.
     except TimeoutError:
-        finding = (
-            f"{place} does not answer: a firewall drops what is sent there, or no such machine"
-        )
-        remedy = f"open TCP port {port} in the machine's firewall and at its provider, forward it"
+        finding = f"{place} does not answer: a firewall drops packets, or there is no such machine"
+        remedy = f"open TCP port {port} in the machine's firewall and at its provider; forward it"
     except ConnectionRefusedError:
-        finding = f"{place} is reached, but nothing listens there"
+        finding = f"{place} was reached, but nothing listens there"
         remedy = (
-            "start the miner there; --dht.port names its port, --dht.external_port what a router "
-            "makes of it"
+            "start the miner there; --dht.port sets its port, --dht.external_port the port that a "
+            "router forwards to it"
         )
     except (OSError, UnicodeError) as error:
         finding = f"{place} cannot be dialled ({error})"
-        remedy = "check the address, and the network of this machine"
+        remedy = "check the address, and this machine's network"
     else:
         if _P2PD in said:
-            return Check(name, "ok", "open; a libp2p peer answers, as behind --dht.port")
+            return Check(name, "ok", "open; a libp2p peer answers, as it should at --dht.port")
         return Check(
             name,
             "warn",
@@ -284,9 +283,9 @@ def probe(host: str, port: int, *, timeout: timedelta = _TIMEOUT) -> Check:
 
 
 def check_verdict(examination: Examination) -> Iterator[Check]:
-    """Repeat the verdict of dashboard and dt-status, if a miner has run.
+    """Repeat the verdict of the dashboard and dt-status, if a miner has run.
 
-    It fails nothing: the new version's doctor looks at the old one's miner before an update.
+    It never fails: before an update, the new version's doctor looks at the old version's miner.
     """
     now = time.time()
     facts = observe(examination.config.run_folder, now)

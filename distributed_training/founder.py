@@ -1,12 +1,13 @@
 """Start the programs that a network needs on its founder's machine, and keep them running.
 
     dt-network run FOLDER           registry and validator
-    dt-network run FOLDER --print   the commands that it starts, for a machine of their own each
+    dt-network run FOLDER --print   the commands that it runs, so that each can have its own machine
 
-What each is started with follows from the network's file in FOLDER. ``run.toml`` next to it adds
-flags, by program. The children's lines are printed after the program's name. One that ends is
-started again. A registry that ends with a status that no start helps (2, 3) ends all. The
-validator never does: without it members train on, and it is tried again after growing pauses.
+The arguments of each program follow from the network's file in FOLDER. ``run.toml`` next to it adds
+flags for each program. Each line that a program prints is shown after the program's name. A program
+that ends is started again. If the registry ends with a status that a restart cannot fix (2, 3),
+everything is stopped. The validator never stops the rest: members can train on without it, and it
+is started again after growing pauses.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ if TYPE_CHECKING:
 
 MASTER = "master"  # name of the master's wallet
 RUN_FILE = "run.toml"
-INVITATION = "invitation.txt"  # file of the invitation to the present version
-REGISTRY_PORT = 8100  # port behind a proxy, or if no other is named
-PIDS = "programs.json"  # file with the programs that run, or ran last
+INVITATION = "invitation.txt"  # file with the invitation to the current version
+REGISTRY_PORT = 8100  # port behind a proxy, or if no port is named
+PIDS = "programs.json"  # file that lists the programs that are running, or ran last
 STORE = "store"  # folder that the registry serves if --store is embedded
 _REGISTRY, _VALIDATOR = "registry", "validator"
 _PROGRAMS = {
@@ -74,9 +75,9 @@ _EFFECT = {
     _REGISTRY: "nobody can join until then; miners continue with the state they know",
     _VALIDATOR: "no outer step is taken until then",
 }
-_READY = timedelta(minutes=3)  # time until the registry is ready on a busy machine
+_READY = timedelta(minutes=3)  # longest time until the registry is ready, on a busy machine
 _SERVICES_STOP = timedelta(seconds=20)
-# Time for the validator to publish. pm2 and others wait 600 s for all programs.
+# Time for the validator to publish on a stop. pm2 and others wait 600 s for all programs together.
 _VALIDATOR_STOPS = timedelta(seconds=540)
 # Pause after a final exit status.
 _FIRST_PAUSE, _LONGEST_PAUSE = timedelta(minutes=1), timedelta(hours=1)
@@ -84,20 +85,20 @@ _FIRST_PAUSE, _LONGEST_PAUSE = timedelta(minutes=1), timedelta(hours=1)
 
 @dataclass(frozen=True)
 class FounderPlan:
-    """A network's programs in the order of their start. ``words``: each one's arguments."""
+    """A network's programs, in the order in which they start. ``words``: their arguments."""
 
     folder: Path
     file: Path
     words: Mapping[str, list[str]]
     places: Mapping[str, tuple[str, int]]  # program -> address and port on which it listens
     environ: Mapping[str, str]  # environment of the validator
-    signs: frozenset[str] = frozenset()  # variables of the key by which the registry signs URLs
+    signs: frozenset[str] = frozenset()  # variables with the key that the registry signs URLs with
 
     @classmethod
     def of(cls, folder: Path, environ: Mapping[str, str] = os.environ) -> FounderPlan:
         """Read the network's file and ``run.toml``.
 
-        Raises ConfigError, also for a store's folder of the edition before or one that is missing.
+        Raises ConfigError, also if the store's folder is missing or is from the previous edition.
         """
         file = folder / FILE
         if not file.is_file():
@@ -109,7 +110,7 @@ class FounderPlan:
         given = ["--network", str(file)]
         config = rules_at(file, "validator")
         words: dict[str, list[str]] = {}
-        # The registry serves the folder if the file names the registry as the store too.
+        # The registry serves the store's folder if the file names the registry as the store too.
         url, served = config.chain.registry_url, folder / STORE
         own = url is not None and url == config.store.endpoint_url
         if own or served.exists():
@@ -117,7 +118,7 @@ class FounderPlan:
         store = served if own else None
         if url is not None:
             words[_REGISTRY] = [*given, "--folder", str(folder / _REGISTRY)]
-            # If no proxy is in front, members reach the registry itself.
+            # Without a proxy in front of it, members connect to the registry directly.
             place = _place(url if config.chain.private else "")
             if urlsplit(url).scheme == "https":
                 words[_REGISTRY] += ["--proxy", "127.0.0.1"]
@@ -137,24 +138,24 @@ class FounderPlan:
         for program, flags in more.items():
             if program not in words:
                 raise ConfigError(
-                    f"{folder / RUN_FILE} has flags of {program}, which is not started for this "
-                    "network, so nothing was: take them out"
+                    f"{folder / RUN_FILE} has flags for {program}, which this network does not "
+                    "need, so nothing was started: remove them"
                 )
             words[program] += flags
         places = {}
         if _REGISTRY in words:
-            serve = parse_serve(words[_REGISTRY])  # ends with status 2 and its line
+            serve = parse_serve(words[_REGISTRY])  # for a bad flag, prints a line and exits with 2
             places[_REGISTRY] = serve.host, serve.port
         signs = frozenset(() if config.has_bucket or store else config.key_variables)
         return cls(folder, file, words, places, environ, signs)
 
     def line(self, program: str) -> str:
-        """Return the command of a program, as a shell takes it."""
+        """Return the command that starts a program, quoted for a shell."""
         return f"{_PROGRAMS[program][0]} {shlex.join(self.words[program])}"
 
     @property
     def invite(self) -> list[str]:
-        """The words of ``dt-network invite`` on this machine."""
+        """The arguments of ``dt-network`` that make invitations on this machine."""
         host, port = self.places[_REGISTRY]
         url = f"http://{_bracketed('127.0.0.1' if host == '0.0.0.0' else host)}:{port}"
         wallet = ["--wallet.path", str(self.folder / "wallets"), "--wallet.name", MASTER]
@@ -162,25 +163,25 @@ class FounderPlan:
 
 
 def read_more(path: Path) -> dict[str, list[str]]:
-    """Return the flags of ``run.toml`` by program; none without it. Raises ConfigError."""
+    """Return the flags in ``run.toml`` by program, if the file exists. Raises ConfigError."""
     if not path.exists():
         return {}
     try:
         tables = parse_toml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} cannot be read ({error}), so nothing was started: correct it"
+            f"{path} cannot be read ({error}), so nothing was started: fix that file"
         ) from None
     found = {}
     for program, table in tables.items():
         if program not in _PROGRAMS or not isinstance(table, dict):
             raise ConfigError(
-                f"{path}: {program!r} is no table of it, so nothing was started: write the flags "
-                f"below [{'], ['.join(_PROGRAMS)}]"
+                f"{path}: {program!r} is not a table of it, so nothing was started: write the "
+                f"flags below [{'], ['.join(_PROGRAMS)}]"
             )
         found[program] = [
             word
-            for flag, value in flatten(table).items()  # with or without quotation marks
+            for flag, value in flatten(table).items()  # "a.b" = 1 and a.b = 1 are the same flag
             for each in (value if isinstance(value, list) else [value])
             for word in (f"--{flag}", str(each))
         ]
@@ -188,14 +189,14 @@ def read_more(path: Path) -> dict[str, list[str]]:
 
 
 def _place(url: str) -> tuple[str, int]:
-    """Return address and port at which to listen for ``url``; behind a proxy loopback's."""
+    """Return the address and port to listen on for ``url``; behind a proxy, that is loopback."""
     parts = urlsplit(url)
     if parts.scheme != "http":
         return "127.0.0.1", REGISTRY_PORT
     host = parts.hostname or ""
     with suppress(ValueError):
         return str(ipaddress.ip_address(host)), parts.port or 80
-    return "0.0.0.0", parts.port or 80  # a name, which on its own machine may lead to loopback
+    return "0.0.0.0", parts.port or 80  # a host name, which may mean loopback on its own machine
 
 
 def _bracketed(host: str) -> str:
@@ -208,7 +209,7 @@ def _bracketed(host: str) -> str:
 def check(plan: FounderPlan) -> Config:
     """Return the validator's configuration.
 
-    Raises ConfigError for what is missing: a file, a key, a port.
+    Raises ConfigError if something is missing: a file, a key or a free port.
     """
     from distributed_training.chain.identity import load_wallet
     from distributed_training.health.machine import refuse_model, refuse_unknown_kinds
@@ -220,8 +221,8 @@ def check(plan: FounderPlan) -> Config:
     hotkey, master = load_wallet(config.chain).ss58, config.miner.master_ss58_address
     if hotkey != master:
         raise ConfigError(
-            f"the wallet in {plan.folder / 'wallets'} is {hotkey} and {plan.file} names the master "
-            f"{master}, so nothing was started: put that wallet there"
+            f"the wallet in {plan.folder / 'wallets'} is {hotkey}, but {plan.file} names {master} "
+            "as the master, so nothing was started: put the master's wallet there"
         )
     places = dict(plan.places)
     if config.averages:
@@ -230,9 +231,9 @@ def check(plan: FounderPlan) -> Config:
         try:
             listen(host, port).close()
         except OSError as error:
-            # An address may come late after a boot, so pm2 and systemd should try again.
+            # An address may appear late after a boot, so pm2 and systemd should try again.
             late = error.errno == errno.EADDRNOTAVAIL
-            place = f"give the {program} another in {plan.folder / RUN_FILE}"
+            place = f"set another one for the {program} in {plan.folder / RUN_FILE}"
             raise (ConfigAway if late else ConfigError)(
                 f"the {program} cannot listen on {_bracketed(host)}:{port} ({error.strerror}), so "
                 f"nothing was started: stop what uses the port, or {place}"
@@ -244,7 +245,7 @@ def check(plan: FounderPlan) -> Config:
 
 
 def say(text: str, program: str = "network") -> None:
-    with suppress(OSError):  # that nobody reads the output any more must not end a child
+    with suppress(OSError):  # if nobody reads the output any more, that must not end a child
         print(f"{program:9} | {text}", flush=True)
 
 
@@ -255,17 +256,17 @@ class _Processes:
 
 @dataclass
 class Running:
-    """The programs of one run, and the ``signals`` by which all are asked to stop."""
+    """The programs of one run, and the ``signals`` that ask all of them to stop."""
 
     plan: FounderPlan
     signals: StopSignals
     validators_stop: timedelta = _VALIDATOR_STOPS
     programs: dict[str, Program] = field(default_factory=dict)
-    once: tuple[str, ...] = ()  # words of the validator's first start only
-    script: Path | None = None  # another validator's program
+    once: tuple[str, ...] = ()  # arguments for the validator's first start only
+    script: Path | None = None  # another program to run as the validator
 
     def start(self, name: str) -> bool:
-        """Start a program and, of a service, wait until it answers; False: it never will."""
+        """Start a program and wait until a service answers; return False if it does not."""
         ready = threading.Event()
 
         def log_line(line: ChildLog) -> None:
@@ -303,17 +304,17 @@ class Running:
         return True
 
     def _remember(self, program: Program) -> None:
-        """Write down which processes run, for the start after a kill of this one."""
+        """Record which processes are running, for the next start if this process is killed."""
         pids = {each.pid for each in (*self.programs.values(), program)}
         processes = _Processes([ProcessId.of(pid) for pid in pids])
-        lost = "what is left of it after a kill is not waited for"
+        lost = "after a kill, a start will not wait for the processes left"
         write_state(self.plan.folder / PIDS, processes, lost=lost)
 
     def follow(self) -> int:
         """Wait for the stop; return the exit status.
 
-        The validator may end for good, by another that leads or by a setting, and is started again
-        after a pause. The registry stays, since members need it.
+        The validator may end for good, because another one leads or because of a setting. It is
+        then started again after a pause. The registry keeps running, since members need it.
         """
         pauses, again = Backoff(first=_FIRST_PAUSE, longest=_LONGEST_PAUSE), 0.0
         while not self.signals.stop.wait(0.2):
@@ -321,7 +322,7 @@ class Running:
                 if (status := program.refused) is None:
                     continue
                 if name != _VALIDATOR:
-                    say(f"the {name} ended with status {status}, which no start helps")
+                    say(f"the {name} ended with status {status}, which a restart cannot fix")
                     return status
                 now = time.monotonic()
                 if not again:
@@ -330,10 +331,10 @@ class Running:
                     say(
                         f"the validator ended with status {status}, for the reason above, so no "
                         "outer step is taken; everything else keeps running. It is started again "
-                        f"in {pause:.0f} s; at once: end this program and start it again"
+                        f"in {pause:.0f} s; to start it now, stop and restart this program"
                     )
                 elif now >= again:
-                    # If no memory or process is left, try again at the next look.
+                    # If memory or processes have run out, try again at the next check.
                     with suppress(OSError):
                         again = 0.0
                         self.start(name)
@@ -341,14 +342,14 @@ class Running:
         return ExitStatus.STOPPED
 
     def end(self) -> None:
-        """End the validator, then what it needs, then whatever is left of them.
+        """End the validator, then the registry, then whatever is left of their processes.
 
-        A second Ctrl-C ends at once what does not end by itself.
+        A second Ctrl-C kills at once the programs that have not ended on their own.
         """
         for name, program in reversed(self.programs.items()):
             limit = self.validators_stop if name == _VALIDATOR else _SERVICES_STOP
             if name == _VALIDATOR:
-                say(f"stopping: the validator first, in at most {limit.total_seconds():.0f} s")
+                say(f"stopping: the validator first, within {limit.total_seconds():.0f} s at most")
             closing = threading.Thread(target=partial(program.close, timeout=limit), daemon=True)
             closing.start()
             while closing.is_alive():
@@ -364,8 +365,9 @@ class Running:
 def run(folder: Path, *, take_over: bool = False, script: Path | None = None) -> int:
     """Run the network of ``folder`` until SIGTERM or Ctrl-C; return the exit status.
 
-    ``take_over``: its validator leads at once, although another may. ``script``: another
-    validator's program. Call it in the main thread. Raises ConfigError before anything is started.
+    ``take_over``: its validator leads at once, even if another one is leading. ``script``: another
+    program to run as the validator. Call this in the main thread. Raises ConfigError before
+    anything is started.
     """
     from distributed_training.node.start import StopSignals, sole_user
 
@@ -375,13 +377,14 @@ def run(folder: Path, *, take_over: bool = False, script: Path | None = None) ->
         lock = sole_user(plan.folder, "run.lock", "dt-network run", instead="wait for it")
         stack.enter_context(lock)
         running = Running(plan, signals)
-        # Processes of a killed founder may still be ending, and hold their ports until then.
-        before = read_state(plan.folder / PIDS, _Processes, lost="they are not waited for")
+        # Processes of a killed run may still be ending, and hold their ports until then.
+        before = read_state(plan.folder / PIDS, _Processes, lost="they will not be waited for")
         left = sessions_of(before.processes if before else ())
         end_sessions(left, settle=timedelta(seconds=90), grace=timedelta(seconds=5))
         stack.callback(running.end)
         config = check(plan)
-        # Only at the first start: two validators that always took over would end each other.
+        # Only at the first start: two validators that always take over would keep ending each
+        # other.
         running.once = ("--take-over",) if take_over else ()
         running.script = script
         running.validators_stop = max(config.miner.stop_timeout, _VALIDATOR_STOPS)
@@ -392,19 +395,19 @@ def run(folder: Path, *, take_over: bool = False, script: Path | None = None) ->
                 return ExitStatus.STOPPED
             if (status := running.programs[name].refused) is not None:
                 return status
-            say(f"the {name} did not answer within {_READY.total_seconds():.0f} s, so all is ended")
+            say(f"the {name} did not answer in {_READY.total_seconds():.0f} s, so everything stops")
             return ExitStatus.FAULT
-        # The validator loads its programs meanwhile.
+        # The validator is still loading meanwhile.
         if _REGISTRY in plan.words:
             _invite(plan, config.network)
         return running.follow()
 
 
 def _invite(plan: FounderPlan, network: Network) -> None:
-    """Make an invitation for the founder to send, unless there is one to a version of this file.
+    """Make an invitation for the founder to send, unless one for a version of this file exists.
 
-    It replaces an invitation that belongs to another file, since that one no longer admits anybody.
-    It is a secret: no log gets it.
+    It replaces an invitation to another file, which no longer admits anybody. An invitation is a
+    secret, so it is never logged.
     """
     path, before = plan.folder / INVITATION, ""
     versions = {f"#{network.digest}."}
@@ -426,10 +429,10 @@ def _invite(plan: FounderPlan, network: Network) -> None:
     if not done.returncode and (old := re.match(r"invitation (\w+),", before)):
         registry("--revoke", old[1])  # fails if the invitation was used up
     if done.returncode:
-        say(f"no invitation could be made ({done.stderr.strip()[-300:]}): the next start tries")
+        say(f"could not make an invitation ({done.stderr.strip()[-300:]}): the next start will try")
         return
     with atomic_file(path, private=True) as file:
         file.write(done.stdout.encode())
-    say(f"the invitation for those who join is in {path}; it is a secret")
+    say(f"the invitation for new members is in {path}; keep it secret")
     if sys.stdout.isatty():
         print(done.stdout, flush=True)

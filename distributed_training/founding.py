@@ -1,4 +1,4 @@
-"""Create a network: its rules, its keys and its signed file, in a folder of its founder."""
+"""Create a network: its rules, its keys and its signed file, in the founder's folder."""
 
 from __future__ import annotations
 
@@ -61,28 +61,29 @@ from distributed_training.protocol.types import SMALLEST, UPDATE_CODEC
 from distributed_training.signing import write_file
 
 EMBEDDED = "embedded"  # instead of a store's URL
-EXCHANGE = "store"  # for a network whose founder names none
-#: Mbit/s that a member sends. An all-reduce sends 4 bytes per parameter, an upload half a byte.
+EXCHANGE = "store"  # exchange of a network whose founder does not choose one
+#: Mbit/s at which the slowest member sends. An all-reduce sends 4 bytes per parameter, an upload
+#: half a byte.
 SLOWEST_LINK = {"store": 20.0, "hivemind": 500.0}
 _CARRIED = ("data", "training", "round", "limits", "stop")
 _CARRIED_OF_MODEL = ("model.kind", "model.settings", "model.trainable")
-ADAPTERS = "adapters"  # folder of the adapters that the network begins with, next to its file
-_SAMPLE = "sample/100BT"  # part of the usual dataset; the whole has some texts several times
-_MANY_WORDS = 32_000  # words of a tokenizer; a loss on fewer words rises less
+ADAPTERS = "adapters"  # folder, next to the file, of the adapters that the network starts with
+_SAMPLE = "sample/100BT"  # part of the usual dataset; the whole repeats some texts
+_MANY_WORDS = 32_000  # words in a tokenizer; with a smaller vocabulary, a loss rises less
 
 
 def init(options: argparse.Namespace) -> None:
-    """Create a network. Raises ConfigError, NetworkFileError; no folder is left then."""
+    """Create a network. Raises ConfigError or NetworkFileError, and then leaves no folder."""
     folder: Path = options.folder.absolute()
     if folder.exists():
         raise ConfigError(
-            f"{folder} exists already, so no network was created: give a folder that is not there, "
-            "or change its network.toml and run dt-network sign"
+            f"{folder} exists already, so no network was created: choose a folder that does not "
+            "exist, or change its network.toml and run dt-network sign"
         )
     if options.lora and options.weights is None:
         raise ConfigError(
-            "--lora without --from, so there is no base to adapt and no network was created: give "
-            "--from the folder of a transformers model, or its name at the hub"
+            "--lora without --from has no base to adapt, so no network was created: set --from "
+            "to the folder of a transformers model, or to its name at the hub"
         )
     base = ""
     if options.weights is not None:
@@ -99,8 +100,8 @@ def init(options: argparse.Namespace) -> None:
     if options.lora:
         options.more = [*options.more, *adapter_rules(options.lora, options.model, base)]
     rules = rules_of(options)
-    # Do this before the folder is made, because the source of the data may be away.
-    if rules["data"].get("own") is not True:  # in a network on own text nobody reads these files
+    # Do this before the folder is made, because the source of the data may not answer.
+    if rules["data"].get("own") is not True:  # if members use their own text, nobody reads these
         pin_data(rules["data"], unpinned=options.unpinned)
     old = getattr(options, "of", None)
     held_out = choose_pages(rules["data"], beside=None if old is None else old.absolute().parent)
@@ -109,11 +110,11 @@ def init(options: argparse.Namespace) -> None:
     model = rules["model"].get("config")
     refuse_vocabulary(rules["tokenizer"], model)
     try:
-        # Only the founder may read the folder, because its keys are the network's authority.
+        # Only the founder may read the folder, because the keys in it control the network.
         folder.mkdir(mode=0o700)
     except OSError as error:
         raise ConfigError(
-            f"{folder} cannot be made ({error.strerror}), so no network was created: give another"
+            f"cannot create {folder} ({error.strerror}), so no network was created: choose another"
         ) from None
     with ExitStack() as stack:
         # Remove what was just created, also after Ctrl-C.
@@ -121,7 +122,7 @@ def init(options: argparse.Namespace) -> None:
         from distributed_training.chain.identity import create_wallet
 
         master = create_wallet(folder / "wallets", MASTER)
-        # A file that git picked up would be in every clone.
+        # A key that git picked up would be in every clone.
         (folder / "wallets" / ".gitignore").write_text("*\n")
         secret = ("wallets", INVITATION, "registry", "store", "validator")
         (folder / ".gitignore").write_text("".join(f"/{name}\n" for name in secret))
@@ -152,13 +153,13 @@ def init(options: argparse.Namespace) -> None:
 
 
 def _describe_training(config: Config, members: int) -> str:
-    """Return the network's line, its schedule, and the bytes that members send and it keeps."""
+    """Return the network's line, its schedule, and what members send and the store keeps."""
     rounds, training = config.rounds, config.training
     tokens = members * config.tokens_of_step * training.total_steps
     schedule = (
         f"learning rate {training.learning_rate:g} after {training.warmup_steps} inner steps; its "
         f"schedule ends at inner step {training.total_steps}, after {amount(tokens)} tokens of "
-        f"{members} members (--tokens, --miners)"
+        f"{members} members together (--tokens, --miners)"
     )
     growth = Growth(
         members,
@@ -169,25 +170,25 @@ def _describe_training(config: Config, members: int) -> str:
     )
     return (
         f"{config.network.line}\n{schedule}\n"
-        f"each {show_value(config.rounds.period)} a member sends {growth.upload / 1e6:.1f} MB "
+        f"every {show_value(config.rounds.period)} a member sends {growth.upload / 1e6:.1f} MB "
         f"within {show_value(rounds.grace)} and receives {growth.update / 1e6:.1f} MB; "
         f"{growth.describe_store()}"
     )
 
 
 def _refuse_another_base(model: dict[str, Any], options: argparse.Namespace) -> None:
-    """Raise ConfigError if adapters would continue on another base than they began with."""
+    """Raise ConfigError if adapters would continue on a different base from their first one."""
     wanted = getattr(options, "frozen", None)
     if wanted is not None and model.get("frozen") != wanted:
         raise ConfigError(
-            f"--from {options.weights} is another base than that of {options.of} (the digests of "
-            "its frozen tensors differ), on which its adapters mean nothing, so no network was "
-            "created: give --from the base that it began with"
+            f"--from {options.weights} is not the base of {options.of} (the digests of the frozen "
+            "tensors differ), and its adapters are useless on another one, so no network was "
+            "created: set --from to the base that it started with"
         )
 
 
 def succeed(options: argparse.Namespace) -> None:
-    """Create a network with the last weights and the rules of another. Raises as :func:`init`."""
+    """Create a network from another one's last weights and rules. Raises like :func:`init`."""
     from distributed_training.scoring import export
 
     old = flatten(tree_of(read_text(options.of)))
@@ -208,7 +209,7 @@ def succeed(options: argparse.Namespace) -> None:
     if adapters and options.weights is None:
         raise ConfigError(
             f"{options.of} trains adapters and --from is missing, so there is no base and no "
-            "network was created: give --from the base that it began with"
+            "network was created: set --from to the base that it started with"
         )
     with ExitStack() as stack:
         if options.weights is None or (adapters and not options.lora):
@@ -218,7 +219,7 @@ def succeed(options: argparse.Namespace) -> None:
             words += ["--from", str(kept)] if (kept / "global").is_dir() else []
             if status := export.main(words):
                 raise SystemExit(status)
-            # The folder would stand in the way of the next try.
+            # The folder would be in the way of the next attempt.
             stack.callback(shutil.rmtree, exported, ignore_errors=True)
             if adapters:
                 rules = (f"{key}={adapters[key]}" for key in ("train", "dtype") if key in adapters)
@@ -231,18 +232,18 @@ def succeed(options: argparse.Namespace) -> None:
 
 
 def _is_private(options: argparse.Namespace) -> bool:
-    """Return whether the founder's address is one of a private network. Raises ConfigError."""
-    # The address of the founder's machine, which is the registry's too.
+    """Return whether the founder's address is in a private network. Raises ConfigError."""
+    # The address of the founder's machine, on which the registry runs too.
     host = options.host or urlsplit(options.registry or "").hostname or ""
     try:
         found = reach(host)
-    except ValueError:  # a name counts as public: --set private=true
+    except ValueError:  # a host name counts as public, unless --set private=true says otherwise
         return False
     if found > ChainSettings(private=True, registry_url=options.registry).narrowest:
         raise ConfigError(
             f"--host {host} cannot be reached from other machines, so no network was "
-            "created: give this machine's address in the network of all its peers; for a trial on "
-            "one machine the --registry's too is 127.0.0.1"
+            "created: use this machine's address in the network that its peers share; for a trial "
+            "on one machine, use 127.0.0.1 in --registry too"
         )
     return found is not Reach.EVERYWHERE
 
@@ -253,14 +254,14 @@ def _refuse_options(options: argparse.Namespace) -> None:
         return
     if options.registry is None:
         raise ConfigError(
-            "--exchange store without --registry, so nobody would give members access to the store "
-            "and no network was created: give --registry, or --set store.access=own, by which each "
-            "member has a bucket of its own"
+            "--exchange store without --registry leaves nobody to give members access to the "
+            "store, so no network was created: add --registry, or --set store.access=own, with "
+            "which each member has a bucket of its own"
         )
     if options.store is None:
         raise ConfigError(
-            "--store is missing, so no member could upload and no network was created: give the "
-            "URL of an S3 store (of R2 https://ACCOUNT.r2.cloudflarestorage.com), or embedded"
+            "--store is missing, so no member could upload and no network was created: name the "
+            "URL of an S3 store (R2's: https://ACCOUNT.r2.cloudflarestorage.com), or embedded"
         )
 
 
@@ -271,13 +272,14 @@ def _own_buckets(options: argparse.Namespace) -> bool:
 
 
 def _choose_schedule(rules: dict[str, Any], options: argparse.Namespace) -> None:
-    """Write the rules of training that fit the model and the tokens, unless they are given.
+    """Fill in the training rules that fit the model and the token budget, unless they are given.
 
-    With a store the period too, and a held-out rise for models of few words.
+    For the exchange ``store``, fill in the period too. For a model with a small vocabulary, fill in
+    ``round.held_out_rise``.
     """
     given, training, of_round = dict(options.more), rules["training"], rules["round"]
     sizes = [training.get(key) for key in ("effective_batch", "sequence_length")]
-    # A value of another type is refused with the whole file.
+    # A value of the wrong type is refused later, with the whole file.
     if not all(type(size) is int and size > 0 for size in sizes):
         return
     parameters, words = rules["model"]["parameters"], rules["model"]["config"].get("vocab_size")
@@ -290,12 +292,12 @@ def _choose_schedule(rules: dict[str, Any], options: argparse.Namespace) -> None
         warmup=given.get("training.warmup_steps"),
         total=given.get("training.total_steps"),
     )
-    # A high rate would first undo what the weights have learned. Adapters begin with nothing.
+    # A high rate would first undo what the weights have learned. New adapters have learned nothing.
     if options.weights is not None and not options.lora:
         fits["learning_rate"] /= 10
     training |= {k: v for k, v in fits.items() if f"training.{k}" not in given}
     if type(words) is int and 1 < words < _MANY_WORDS and "round.held_out_rise" not in given:
-        # Allow the same share of all that can be learned, which is the logarithm of the words.
+        # Allow the same share of all that can be learned: the logarithm of the vocabulary's size.
         of_round["held_out_rise"] = round(0.25 * math.log(words) / math.log(_MANY_WORDS), 3)
     if options.exchange == "store" and "round.period" not in given:
         codec = of_round.get("codec", UPDATE_CODEC)
@@ -306,9 +308,9 @@ def _choose_schedule(rules: dict[str, Any], options: argparse.Namespace) -> None
 
 
 def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
-    """Add the time in which the slowest member has uploaded, unless the rules have it.
+    """Set ``round.grace`` to the time that the slowest member's upload takes, unless it is given.
 
-    Raises ConfigError if it is above a third of the period.
+    Raises ConfigError if that time is above a third of the period.
     """
     of_round, model = rules["round"], rules["model"]
     parameters = model.get("trainable_parameters", model["parameters"])
@@ -326,9 +328,9 @@ def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
         most += average_seconds(parameters, link, period=math.inf)
     if grace > period / 3:
         raise ConfigError(
-            f"an upload of {file_bytes(parameters, codec) / 1e6:.0f} MB with {link:g} Mbit/s, and "
-            f"the checkpoint before it, take {grace} s, above a third of the period of "
-            f"{period:g} s, so no network was created: --set "
+            f"an upload of {file_bytes(parameters, codec) / 1e6:.0f} MB at {link:g} Mbit/s and "
+            f"the checkpoint before it take {grace} s, more than a third of the period of "
+            f"{period:g} s, so no network was created: use --set "
             f"round.period={math.ceil(3 * most)}s, or a faster "
             f"--slowest-link, or --set round.codec={SMALLEST}"
         )
@@ -336,7 +338,7 @@ def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
 
 
 def seconds_of(value: Any) -> float | None:
-    """Return the seconds of a duration in a file; None for what is refused with the whole file."""
+    """Return the seconds of a duration in a file; None if the file will be refused for it."""
     try:
         return parse_duration(str(value)).total_seconds()
     except ValueError:
@@ -344,9 +346,9 @@ def seconds_of(value: Any) -> float | None:
 
 
 def rules_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the usual rules, with what the options say in their place.
+    """Return the usual rules, changed as the options say.
 
-    Raises ConfigError for a key that is no place for a value, or a host that no other reaches.
+    Raises ConfigError for a key that cannot take a value, or a host that no other machine reaches.
     """
     rules: dict[str, Any] = {}
     for key, value in USUAL.items():
@@ -373,33 +375,33 @@ def rules_of(options: argparse.Namespace) -> dict[str, Any]:
         if "." in key:
             section, _, name = key.partition(".")
             table = rules.setdefault(section, {})
-        # Otherwise later code would read a rule of another type.
+        # Refuse it here: otherwise later code would read a rule of the wrong type.
         if not isinstance(table, dict) or (key in rules and isinstance(rules[key], dict)):
             raise ConfigError(
                 f"--set {key}: the file has no such key, so no network was created: "
-                "docs/network-file.md lists all"
+                "docs/network-file.md lists all keys"
             )
         table[name] = value
     if options.store == EMBEDDED:
         if options.registry is None:
             raise ConfigError(
-                "--store embedded with --netuid, so nobody would serve it and no network was "
-                "created: give --registry, or --store the URL of another"
+                "--store embedded with --netuid leaves nobody to serve the store, so no network "
+                "was created: use --registry, or set --store to a URL"
             )
         if _own_buckets(options):
             raise ConfigError(
-                "--store embedded with store.access=own, and the registry serves one bucket, so no "
-                "network was created: leave store.access out, or give --store the URL of another"
+                "--store embedded with store.access=own needs many buckets, but a registry serves "
+                "one, so no network was created: leave store.access out, or set --store to a URL"
             )
     data = rules["data"]
     as_built_in = data["source"] == "hub" and data["dataset"] == USUAL["data.dataset"]
     if "data.dataset" not in dict(options.more) and data["source"] != "hub":
-        # Then nobody reads the dataset of the hub.
+        # With another source, nobody reads the hub's dataset.
         data["dataset"] = str(data["source"]).partition(":")[0]
     if as_built_in and not {"folder", "revision", "rows"} & set(data):
         data["folder"] = _SAMPLE
-    # Given values go before those of the model, and check_model compares a given number of
-    # parameters with the model's.
+    # Given values take precedence over the model's. If the number of parameters is given,
+    # check_model compares it with the model's.
     config = read_model(options.model, tokenizer=options.tokenizer)
     rules["model"] = {"config": config} | rules["model"]
     check_model(rules["model"], rules["training"].get("sequence_length"))
@@ -409,11 +411,11 @@ def rules_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run_file(options: argparse.Namespace) -> str:
-    """Return the text of the file of flags that do not follow from the network's file."""
+    """Return the text of ``run.toml``: the flags that do not follow from the network's file."""
     flags: dict[str, Any] = {}
     if options.exchange == "hivemind":
         flags["dht.port"] = options.dht_port
-        with suppress(ValueError):  # the validator looks a name up itself
+        with suppress(ValueError):  # a host name: the validator looks it up itself
             flags["dht.ip"] = str(ipaddress.IPv4Address(options.host or ""))
     if options.weights:
         flags["validator.model"] = str(options.folder.absolute() / ADAPTERS)
@@ -422,8 +424,8 @@ def _run_file(options: argparse.Namespace) -> str:
     if options.plugins:
         flags["plugins"] = options.plugins
     return (
-        "# More flags than those that `dt-network run` finds itself (--print shows all), without\n"
-        '# the dashes: "neuron.device" = "cuda:1" below [validator]. [registry] too.\n'
+        "# Flags that `dt-network run` adds to those that it finds itself (--print shows all),\n"
+        '# without the dashes: "neuron.device" = "cuda:1" below [validator], or below [registry].\n'
         "[validator]\n"
         + "".join(f'"{name}" = {toml_value(value)}\n' for name, value in flags.items())
     )
@@ -431,17 +433,17 @@ def _run_file(options: argparse.Namespace) -> str:
 
 def _what_to_run(options: argparse.Namespace, folder: Path) -> str:
     lines = [
-        f"{folder / 'wallets'} is the network's authority: keep a copy, never give it away.",
+        f"{folder / 'wallets'} controls the network: keep a backup, and never give it away.",
     ]
     if options.store != EMBEDDED:
         bucket = dict(options.more).get("store.global_bucket", options.name)
         keys = "two keys"
         if not _own_buckets(options):
             keys = "a key that reads, writes and deletes objects"
-        lines.append(f"\nInto .env here: {keys} of the global bucket {bucket}, which you make.")
+        lines.append(f"\nPut into .env here {keys} of the global bucket {bucket}; create it first.")
         lengths = f"of up to {LONGEST_KEY} characters, and no account"
         if options.registry is None:
-            lengths = "of R2's lengths (account 32, key 32, secret 64): a public chain has no other"
+            lengths = "as long as R2's (account 32, key 32, secret 64), as a public chain requires"
         lines += [f"Keys of {options.store}: {lengths}."] if options.store else []
     lines += [
         "\nThen, on this machine (--print shows what that starts):",
@@ -450,7 +452,7 @@ def _what_to_run(options: argparse.Namespace, folder: Path) -> str:
     words, what = "the file, published for example over https", FILE
     if options.registry is not None:
         place = options.folder / INVITATION
-        lines.append(f"Its first start makes an invitation for five who join: {place}")
-        words, what = "what that says", "INVITATION"
-    lines.append(f"\nEvery other machine, with {words}:\n  dt-join {what}\n  dt-miner")
+        lines.append(f"Its first start writes an invitation for five members to {place}")
+        words, what = "the invitation from that file", "INVITATION"
+    lines.append(f"\nOn every other machine, with {words}:\n  dt-join {what}\n  dt-miner")
     return "\n".join(lines)

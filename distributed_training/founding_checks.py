@@ -1,8 +1,8 @@
 """Check a founder's model, tokenizer and data, and pin them, before the file is signed.
 
-A wrong word in that file costs every member weeks. So data and tokenizer are read, and the model is
-built and compared with ``transformers``. What may change later is written into the rules: a commit,
-a row count, a digest.
+A mistake in that file can cost every member weeks. So the data and the tokenizer are read, and the
+model is built and compared with ``transformers``. What may change later is pinned in the rules, by
+a commit, a row count or a digest.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from distributed_training.protocol.metadata import with_rules
 from distributed_training.protocol.pages import HELD_OUT_PAGES
 
 _HELD_OUT_SHARE = 16  # one in this many pages of a small data set is held out
-_HUB_SECONDS = 10.0  # seconds for the hub to name a commit
-_OF_HUB = (OSError, ValueError, httpx.HTTPError)  # errors; ValueError: the name is invalid
-# Files that are read from a model at the hub.
+_HUB_SECONDS = 10.0  # seconds that the hub may take to name a commit
+_OF_HUB = (OSError, ValueError, httpx.HTTPError)  # the hub's errors; ValueError: an invalid name
+# Files that are downloaded of a model at the hub.
 _OF_BASE = ["*.json", "*.safetensors", "*.model", "*.txt"]
 
 
 def pin_data(data: dict[str, Any], *, unpinned: bool) -> None:
-    """Add commit and row count to ``[data]``, as its source serves them now, unless it says them.
+    """Add to ``[data]`` the commit and row count that its source serves now, unless it has them.
 
-    The standard library's text stays free: it is for trials, on one machine. ``unpinned``: add
-    nothing. Then, and if the file says it, a source that is away is no reason to stop.
+    The standard library's text is not pinned, since it is for trials on one machine. ``unpinned``:
+    add nothing. In that case, or if ``[data]`` has them, a source that does not answer is no error.
 
     Raises ConfigError for a source that no miner could read.
     """
@@ -56,7 +56,7 @@ def pin_data(data: dict[str, Any], *, unpinned: bool) -> None:
     try:
         found = readable(DataSettings(**given))
     except ValidationError:
-        return  # the whole file is refused with its line
+        return  # the whole file will be refused for it
     except NothingToRead as error:
         raise ConfigError(
             f"no miner could read the data ({error}), so no network was created: correct "
@@ -64,21 +64,21 @@ def pin_data(data: dict[str, Any], *, unpinned: bool) -> None:
         ) from None
     except PageUnavailable as error:
         if free:
-            print(f"the data could not be read now, so nobody tried them: {error}", file=sys.stderr)
+            print(f"the data could not be read, so it was not checked: {error}", file=sys.stderr)
             return
         raise ConfigAway(
-            f"the data cannot be pinned ({error}), so no network was created: try again, give "
-            "--data-source parquet:DIR, or --unpinned to let them change while the network runs"
+            f"the data cannot be pinned ({error}), so no network was created: try again, use "
+            "--data-source parquet:DIR, or --unpinned to let it change while the network runs"
         ) from None
     if not free:
         data |= {key: value for key, value in vars(found).items() if value is not None}
 
 
 def choose_pages(data: dict[str, Any], *, beside: Path | None = None) -> dict[str, bytes]:
-    """Give pinned data the draw by which nobody shares a page, and hold pages out.
+    """Let pinned data use the draw in which no two members share a page, and hold pages out.
 
-    Pin files of held-out text; return those of this machine by the names that the network's file
-    gives them. ``beside``: folder of a network's file whose held-out text may be named.
+    Pin the files of held-out text. Return the local ones by the names that the network's file gives
+    them. ``beside``: the folder of another network's file, whose held-out text may be named.
 
     Raises ConfigError.
     """
@@ -94,20 +94,20 @@ def choose_pages(data: dict[str, Any], *, beside: Path | None = None) -> dict[st
     if data.get("rows") is not None:
         data.setdefault("selection", 2)
     rows, of_a_page = data.get("rows"), data["rows_per_page"]
-    # A value of another type is refused with the whole file.
+    # A value of the wrong type is refused later, with the whole file.
     if data.get("selection") == 2 and type(rows) is type(of_a_page) is int and of_a_page > 0:
         share = rows // of_a_page // _HELD_OUT_SHARE
-        # With a file to judge by, only one page is held out, which the draw needs.
+        # With a file of held-out text, hold out only the one page that the draw needs.
         share = 1 if pinned else min(HELD_OUT_PAGES, share)
         data.setdefault("held_out_pages", max(1, share))
     return kept
 
 
 def _pin_file(named: str, column: str, kept: dict[str, bytes], beside: Path | None) -> str:
-    """Return a file of held-out text, or a domain ``NAME=FILE``, with its digest.
+    """Return the name of a file of held-out text, or a domain ``NAME=FILE``, with its digest.
 
-    One of this machine is named without its folder, which concerns no member, and added to
-    ``kept``. Raises ConfigError for one that cannot be read.
+    A local file is named without its folder, which is of no use to members, and its content is
+    added to ``kept``. Raises ConfigError if the file cannot be read.
     """
     from distributed_training.data.held_out import file_rows, read_file
     from distributed_training.data.page_source import PageUnavailable
@@ -126,16 +126,16 @@ def _pin_file(named: str, column: str, kept: dict[str, bytes], beside: Path | No
     digest = hashlib.sha256(content).hexdigest()
     if "://" not in place:
         place = re.sub(r"[^\w.-]", "-", Path(place).name)
-        if kept.setdefault(place, content) != content:  # another file of the same name
+        if kept.setdefault(place, content) != content:  # another file has the same name
             place = f"{digest[:8]}-{place}"
             kept[place] = content
     return f"{start[0]}{place}#{digest}"
 
 
 def pin_tokenizer(table: dict[str, Any]) -> None:
-    """Add the commit of a tokenizer of the hub to ``[tokenizer]``, unless it is there.
+    """Add the commit of a tokenizer at the hub to ``[tokenizer]``, unless it has one.
 
-    A hub that does not tell it costs a line: then the newest is everybody's.
+    If the hub does not name it, print a warning: everybody will use the newest version.
     """
     name = table["name"]
     if name == "bytes" or "revision" in table or Path(name).is_dir():
@@ -145,8 +145,8 @@ def pin_tokenizer(table: dict[str, Any]) -> None:
     except _OF_HUB as error:
         why = " ".join(str(error).split())[:200]
         print(
-            f"the hub does not tell the commit of the tokenizer {name} ({why}), so it is not "
-            "pinned: a change of it there would divide the peers. Add tokenizer.revision and sign",
+            f"the hub did not name a commit of the tokenizer {name} ({why}), so it is not pinned: "
+            "if it changed there, peers would differ. Add tokenizer.revision and sign the file",
             file=sys.stderr,
         )
 
@@ -158,20 +158,20 @@ def _commit_at_hub(name: str, revision: str = "") -> str:
     share(HUB)
     info = HfApi().model_info(name, revision=revision or None, timeout=_HUB_SECONDS)
     if info.sha is None:
-        raise ValueError("it names none")
+        raise ValueError("it names no commit")
     return info.sha
 
 
 def refuse_vocabulary(table: Mapping[str, Any], model: Any) -> None:
     """Raise ConfigError for a tokenizer that cannot be used, or has more words than the model.
 
-    A tokenizer of the hub is read if its commit is known.
+    A tokenizer at the hub is read only if its commit is known.
     """
     from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 
     name, words = table["name"], model.get("vocab_size") if isinstance(model, dict) else None
     if not isinstance(name, str) or not isinstance(words, int):
-        return  # the whole file is refused with its line
+        return  # the whole file will be refused for it
     revision = table.get("revision")
     pinned = isinstance(revision, str) and re.fullmatch(r"[0-9a-f]{40}", revision)
     if not (name == "bytes" or Path(name).is_dir() or pinned):
@@ -180,24 +180,23 @@ def refuse_vocabulary(table: Mapping[str, Any], model: Any) -> None:
         with TemporaryDirectory() as folder:
             path, end = build_tokenizer(name, Path(folder), revision=revision)
             needed = TextTokenizer(path, eos_id=end).vocabulary
-    except (ValueError, OSError) as error:  # OSError comes from the folder's disk
+    except (ValueError, OSError) as error:  # an OSError comes from the temporary folder's disk
         if hub_is_away(error):
-            print(f"the tokenizer was not looked at: {error}", file=sys.stderr)
+            print(f"the tokenizer was not checked: {error}", file=sys.stderr)
             return
         raise ConfigError(f"no network was created: {error}") from None
     if needed > words:
         raise ConfigError(
-            f"the tokenizer {name} has {needed} words and the model's vocab_size is {words}, so it "
-            "could not be trained on its text and no network was created: give --model with a "
-            "larger one, or another --tokenizer"
+            f"the tokenizer {name} has {needed} words, but the model's vocab_size is {words}, so "
+            "the model could not read its tokens and no network was created: choose a --model "
+            "with a larger vocab_size, or another --tokenizer"
         )
 
 
 def publish_folders(rules: dict[str, Any], target: Path) -> None:
     """Copy a tokenizer and data that are on this machine to ``target``, and name them by digest.
 
-    The validator publishes what is there, so that no member needs the founder's path. Raises
-    ConfigError.
+    The validator publishes that folder, so no member needs the founder's path. Raises ConfigError.
     """
     from distributed_training.config.settings import DataSettings
     from distributed_training.data.sources import kind_of
@@ -218,12 +217,12 @@ def publish_folders(rules: dict[str, Any], target: Path) -> None:
     except OSError as error:
         raise ConfigError(
             f"{error.filename} cannot be copied for the members ({error.strerror}), so no network "
-            "was created: make room, or give --unpinned and hand it out yourself"
+            "was created: free some disk space, or use --unpinned and distribute it yourself"
         ) from None
 
 
 def _compare_tokenizers(given: Path, copied: Path) -> None:
-    """Raise ConfigError if the copied files are not a whole tokenizer."""
+    """Raise ConfigError if the copied files are not the complete tokenizer."""
     from distributed_training.data.tokenizer import build_tokenizer, tokenizer_hash
 
     found = []
@@ -237,7 +236,7 @@ def _compare_tokenizers(given: Path, copied: Path) -> None:
     if found[0] != found[1]:
         raise ConfigError(
             f"the tokenizer of {given} needs files that are not published, so no network was "
-            "created: save it with transformers' save_pretrained, and give that folder"
+            "created: save it with transformers' save_pretrained, and use that folder"
         )
 
 
@@ -252,26 +251,27 @@ def read_model(path: Path | None, *, tokenizer: str) -> dict[str, Any]:
         if path is not None:
             content = read_config(str(path))
         elif tokenizer == "bytes":
-            # A model of 1.9 million parameters on bytes, which trains on a laptop. Its token 256
-            # ends a text.
+            # A model of 1.9 million parameters that reads bytes and trains on a laptop. Its token
+            # 256 ends a text.
             ends = {"eos_token_id": 256, "pad_token_id": 256}
             content = local_llama_config(sequence_length=1024) | ends
         else:
-            raise ValueError("the tiny model is for the tokenizer 'bytes'")
+            raise ValueError("the tiny model works only with the tokenizer 'bytes'")
         return _without_nulls_of_meaning(content)
     except ValueError as error:
         raise ConfigError(
-            f"there is no model to create a network with ({error}), so nothing was created: give "
-            "--model with 125m, 1b, 4b or the config.json of a Llama-like model"
+            f"there is no model to create a network with ({error}), so nothing was created: set "
+            "--model to 125m, 1b, 4b or the config.json of a Llama-like model"
         ) from None
 
 
 def check_model(model: dict[str, Any], length: Any) -> None:
-    """Compare ``[model]`` with the model that peers build, and write its number of parameters.
+    """Compare ``[model]`` with the model that peers build, and fill in its number of parameters.
 
-    ``length``: a sequence's, in tokens; what is not a number is refused with the whole file.
+    ``length``: tokens in a sequence; anything but a number is refused later, with the whole file.
 
-    Raises ConfigError for a model that would be computed otherwise here, or another number.
+    Raises ConfigError for a model that would be computed differently here, and for a number of
+    parameters or a ``length`` that the model does not have.
     """
     from distributed_training.common.memory import ModelShape
     from distributed_training.training.model import blocks_of, build_meta_model, count_parameters
@@ -284,26 +284,26 @@ def check_model(model: dict[str, Any], length: Any) -> None:
         blocks_of(built)
     except (ValueError, AttributeError) as error:
         raise ConfigError(
-            f"there is no model to create a network with ({error}), so nothing was signed: give "
+            f"there is no model to create a network with ({error}), so nothing was signed: use "
             "the config.json of a Llama-like model"
         ) from None
     count, trained = count_parameters(built)
     if model.setdefault("parameters", count) != count:
         raise ConfigError(
-            f"model.parameters is {model['parameters']} and the model has {count}, by which memory "
-            "and disk are planned, so nothing was signed: correct model.parameters"
+            f"model.parameters is {model['parameters']}, but the model has {count}, and memory and "
+            "disk are planned by that number, so nothing was signed: correct model.parameters"
         )
     if trained < count and model.setdefault("trainable_parameters", trained) != trained:
         raise ConfigError(
-            f"model.trainable_parameters is {model['trainable_parameters']} and the model has "
-            f"{trained} that are trained, by which uploads are planned, so nothing was signed: "
+            f"model.trainable_parameters is {model['trainable_parameters']}, but the model trains "
+            f"{trained}, and uploads are planned by that number, so nothing was signed: "
             "correct model.trainable_parameters"
         )
     positions = getattr(built.config, "max_position_embeddings", None)
     if isinstance(length, int) and isinstance(positions, int) and length > positions:
         raise ConfigError(
-            f"training.sequence_length {length} is above {positions}, the positions that the model "
-            f"has, so nothing was signed: --set training.sequence_length={positions}, or "
+            f"training.sequence_length {length} is more than the model's {positions} positions, so "
+            f"nothing was signed: use --set training.sequence_length={positions}, or "
             "correct max_position_embeddings"
         )
     experts, window = (
@@ -323,14 +323,14 @@ def check_model(model: dict[str, Any], length: Any) -> None:
 
 
 def _of_table(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``config.json`` of ``[model]``, with what the file says of it."""
+    """Return the ``config.json`` of ``[model]``, with the file's other rules about the model."""
     return with_rules(
         model["config"], model.get("kind"), model.get("trainable"), model.get("settings")
     )
 
 
 def find_base(given: Path) -> tuple[Path, str]:
-    """Return the folder of ``--from``, and for a model of the hub its name and commit.
+    """Return the folder of ``--from`` and, for a model at the hub, its name and commit.
 
     Raises ConfigError.
     """
@@ -345,14 +345,14 @@ def find_base(given: Path) -> tuple[Path, str]:
     except _OF_HUB as error:
         why = " ".join(str(error).split())[:200]
         raise ConfigAway(
-            f"--from {given} is no folder here, and the hub does not give a model of that name "
-            f"({why}), so no network was created: correct it, or try again"
+            f"--from {given} is not a folder here, and the hub does not provide such a model "
+            f"({why}), so no network was created: correct the name, or try again"
         ) from None
     return Path(folder), f"{name}@{commit}"
 
 
 def adapter_rules(lora: str, config: Path, base: str) -> list[tuple[str, Any]]:
-    """Return the keys of ``[model]`` for ``--lora``; ``base``: its name at the hub. See read_rules.
+    """Return the keys of ``[model]`` for ``--lora``; ``base``: the base's name. See read_rules.
 
     Raises ConfigError.
     """
@@ -361,14 +361,14 @@ def adapter_rules(lora: str, config: Path, base: str) -> list[tuple[str, Any]]:
     content = read_model(config, tokenizer="")
     if "quantization_config" in content:
         raise ConfigError(
-            f"{config} is of a quantized base, and the network publishes its values, so no network "
-            "was created: give --from the model that it was made of"
+            f"{config} is for a quantized base, but a network publishes the base's values, so no "
+            "network was created: set --from to the model that was quantized"
         )
     return [("model.kind", LORA), ("model.settings", read_rules(lora, content, base))]
 
 
 def begin_adapters(folder: Path, model: Mapping[str, Any], lora: str) -> Path:
-    """Make ``folder`` with the adapters of ``--lora`` that the network begins with, and return it.
+    """Make ``folder`` with the adapters that the network starts with (``--lora``), and return it.
 
     Raises ConfigError.
     """
@@ -381,8 +381,8 @@ def begin_adapters(folder: Path, model: Mapping[str, Any], lora: str) -> Path:
             adapters.begin(folder, _of_table(model))
     except OSError as error:
         raise ConfigError(
-            f"the adapters cannot be written ({error.strerror}), so no network was created: make "
-            "room"
+            f"cannot write the adapters ({error.strerror}), so no network was created: check the "
+            "disk and its free space"
         ) from None
     return folder
 
@@ -390,16 +390,16 @@ def begin_adapters(folder: Path, model: Mapping[str, Any], lora: str) -> Path:
 def pin_weights(
     model: dict[str, Any], target: Path, folder: Path | None, start: Path | None
 ) -> None:
-    """Name by digest the weights that the network begins with, and copy the frozen ones.
+    """Pin the weights that the network starts with by their digest, and copy the frozen ones.
 
     Args:
         model: The table ``[model]`` of the file.
-        target: Folder of what the validator publishes.
-        folder: The folder of a transformers model to begin with; None: the weights are random.
-        start: The folder of the trained weights, if they are in another.
+        target: The folder that the validator publishes.
+        folder: The folder of a transformers model to start with; None if the weights are random.
+        start: The folder of the trained weights; None if they are random.
 
     Raises:
-        ConfigError: If the weights are not the model's, or the disk has no room.
+        ConfigError: If the weights do not fit the model, or cannot be written to the disk.
     """
     from distributed_training.node.published import list_files
     from distributed_training.training.pretrained import (
@@ -423,15 +423,15 @@ def pin_weights(
         raise ConfigError(f"{error}, so no network was created: {error.remedy}") from None
     except OSError as error:
         raise ConfigError(
-            f"the frozen tensors cannot be written ({error.strerror}), so no network was created: "
-            "make room"
+            f"cannot write the frozen tensors ({error.strerror}), so no network was created: "
+            "check the disk and its free space"
         ) from None
 
 
 def _with_usual_names(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a ``config.json`` with its sizes by a Llama's names too, as transformers maps them.
+    """Return a ``config.json`` with its sizes under Llama's names too, as transformers maps them.
 
-    Raises ValueError for a model that predicts no next token.
+    Raises ValueError for a model that does not predict the next token.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -441,25 +441,26 @@ def _with_usual_names(content: dict[str, Any]) -> dict[str, Any]:
     kind = content.get("model_type")
     if kind in CONFIG_MAPPING_NAMES and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(
-            f"model_type {kind!r} is no decoder that predicts the next token, and a network trains "
-            "only those"
+            f"model_type {kind!r} is not a decoder that predicts the next token, the only kind "
+            "that a network trains"
         )
     try:
         read = hf_config(content)
-    except Exception:  # noqa: BLE001 - what transformers refuses is refused when it is built
+    except Exception:  # noqa: BLE001 - building the model reports what transformers refuses
         return content
     if "hidden_size" not in (named := type(read).attribute_map):
         return content
     usual = {name: getattr(read, name, None) for name in (*named, "vocab_size")}
-    usual["intermediate_size"] = getattr(read, "n_inner", None) or 4 * read.hidden_size  # GPT-2's
+    usual["intermediate_size"] = getattr(read, "n_inner", None) or 4 * read.hidden_size  # GPT-2
     return {name: value for name, value in usual.items() if value is not None} | content
 
 
 def _without_nulls_of_meaning(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a ``config.json`` without nulls, for the same model.
+    """Return a ``config.json`` that describes the same model without nulls.
 
-    Where a key is absent transformers takes its default, which null replaces: the window of a
-    Mistral model without one would be 4096. Raises ValueError for such a null.
+    For an absent key, transformers uses a default, which a null overrides: without its null, a
+    Mistral model that has no window would get one of 4096 tokens. Raises ValueError for such a
+    null, unless a value can replace it.
     """
     from distributed_training.training.model import hf_config
 
@@ -470,15 +471,15 @@ def _without_nulls_of_meaning(content: dict[str, Any]) -> dict[str, Any]:
         try:
             read = getattr(hf_config(found), key, None)
             meant = getattr(hf_config(found | {key: None}), key, None)
-        except Exception:  # noqa: BLE001 - what transformers refuses is refused when it is built
+        except Exception:  # noqa: BLE001 - building the model reports what transformers refuses
             continue
         positions = content.get("max_position_embeddings")
-        if meant == read or not read:  # false, 0 and nothing are the same
+        if meant == read or not read:  # null means the same as false, 0 and an absent key
             continue
         if key != "sliding_window" or not isinstance(positions, int):
             raise ValueError(
-                f"its {key} is null, which the network's file cannot say, and without it "
-                f"transformers takes {read!r:.50}: write a value of that key"
+                f"its {key} is null, which the network's file cannot express, and without it "
+                f"transformers uses {read!r:.50}: set that key to a value"
             )
         found[key] = positions  # no sequence is longer
     return found
@@ -490,6 +491,6 @@ def _without_nulls(value: Any) -> Any:
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):
         if None in value:
-            raise ValueError("it has a list with a null in it")
+            raise ValueError("it has a list that contains a null")
         return [_without_nulls(inner) for inner in value]
     return value

@@ -1,13 +1,13 @@
-"""Make a Hugging Face ``Trainer`` a member of a network by one callback.
+"""Make a Hugging Face ``Trainer`` a member of a network with one callback.
 
     trainer.add_callback(NetworkCallback("network.toml"))
 
 A ``Trainer`` calls ``on_step_end`` after each optimizer step: once for all the micro-batches of
-``gradient_accumulation_steps``, after the learning rate was set and before it evaluates or writes a
-checkpoint. So its checkpoints hold the weights after an update, never half of one. When training
-begins, a ``Trainer`` that resumes has loaded its own checkpoint already. Its weights are then
-replaced by the weights of the member's run folder, which are as new or newer. The ``Trainer`` keeps
-its optimizer's state, its schedule and its place in the data.
+``gradient_accumulation_steps``, after it has set the learning rate and before it evaluates or
+writes a checkpoint. So its checkpoints hold the weights after a whole update. When training begins,
+a ``Trainer`` that resumes has already loaded its own checkpoint. Its weights are then replaced by
+the weights in the member's run folder, which are as new or newer. The ``Trainer`` keeps its
+optimizer's state, its schedule and its place in the data.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from distributed_training.member import join
 class NetworkCallback(TrainerCallback):
     """Makes a Hugging Face ``Trainer`` a member of a store network.
 
-    ``net`` is the membership, from the moment at which training begins. The reported loss is the
-    last one that the ``Trainer`` logged; tokens are reported only if
-    ``include_num_input_tokens_seen`` is set.
+    ``net`` is the membership, once training has begun. The reported loss is the last one that the
+    ``Trainer`` logged; tokens are reported only if ``include_num_input_tokens_seen`` is set.
 
     Args:
         network: File, URL or name, as for :func:`distributed_training.join`.
@@ -48,7 +47,7 @@ class NetworkCallback(TrainerCallback):
         self._network = network
         self._settings = settings
         self._loss: float | None = None
-        self._tokens = 0  # tokens that were reported
+        self._tokens = 0  # tokens reported so far
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **_: Any
@@ -56,7 +55,7 @@ class NetworkCallback(TrainerCallback):
         if args.load_best_model_at_end:
             raise ValueError(
                 "load_best_model_at_end=True puts earlier weights into the model before the last "
-                "checkpoint, from which the next start would continue, so nothing was joined: "
+                "checkpoint, from which the next start would continue, so no network was joined: "
                 "leave it out, and load the best checkpoint afterwards"
             )
         self._tokens = state.num_input_tokens_seen

@@ -1,4 +1,4 @@
-"""Join a network: take a uid, write the settings and keys of a miner, then run the doctor.
+"""Join a network: get a uid, write a miner's settings and keys, then run the doctor.
 
     dt-join INVITATION [--folder FOLDER] [flags of the miner]
     dt-join FILE|URL   [--folder FOLDER] [flags of the miner]     without an invitation
@@ -7,11 +7,11 @@
 The invitation is the line that the founder's "dt-network invite" or "dt-network run" prints. It
 names the network's file and its digest, and holds a secret: if other people use this machine,
 leave it out, and dt-join asks for it. The flags (see dt-miner --help) go into miner.toml, and the
-secret into .env. If the network needs a bucket, put its keys into .env before. If the
-command was interrupted, run it again.
+secret into .env. If the network needs a bucket, put its keys into .env first. If the command was
+interrupted, run it again.
 
-Exit status 2: something here is wrong. 1: something outside is wrong. Then one line says what to
-do. Otherwise the status is the doctor's.
+Exit status 2: something is wrong on this machine. 1: something is wrong elsewhere. In both cases
+one line says what to do. Otherwise the status is the doctor's.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ from distributed_training.store.s3 import S3ObjectStore
 _NOTHING = "so nothing was written"
 _DOTENV, _INVITATION = Path(".env"), "DT_INVITATION"
 _HEAD = """\
-# The settings of a miner, by `dt-join`. Secrets belong in .env; flags win over this file.
-# Every flag of `dt-miner --help` may stand here: [section] and name.
+# A miner's settings, written by `dt-join`. Secrets belong in .env; flags override this file.
+# Every flag of `dt-miner --help` can be set here, as [section] and name.
 """
 
 
 class _Unfinished(RuntimeError):
-    """A join that failed after the hotkey may have got a uid. A second run uses the same hotkey."""
+    """A join failed after the hotkey may have got a uid. A second run uses the same hotkey."""
 
 
 def build_parser() -> Parser:
@@ -82,7 +82,7 @@ def build_parser() -> Parser:
         "--folder",
         type=argument(File),
         default=Path(),
-        help="folder of the miner, for miner.toml, .env and its runs [this one]",
+        help="folder of the miner, for miner.toml, .env and its runs [the current one]",
     )
     return parser
 
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _Unfinished as error:
         print(f"error: {error}: run the same command again", file=sys.stderr)
     except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}: correct it and repeat", file=sys.stderr)
+        print(f"error: {error.filename}: {error.strerror}: fix it and repeat", file=sys.stderr)
     except (EOFError, KeyboardInterrupt):
         print("error: interrupted: run the same command again", file=sys.stderr)
         return ExitStatus.INTERRUPTED
@@ -112,10 +112,10 @@ def join(options: argparse.Namespace, words: Sequence[str]) -> int:
     """
     config, _ = enter(options.folder, words)
     here = Path.cwd()
-    # If members train on text of their own and none is named here, a script may read it.
+    # If members train on text of their own and no text is named here, a script may read it.
     by_script = config.data.own and not config.data.own_text and not config.takes_ports
     status = doctor.main(["--script"] if by_script else [])
-    # Before the network has begun, some checks of the doctor fail.
+    # Before the network has begun, some of the doctor's checks fail.
     when = "the start, once nothing fails" if status else "the start"
     go = f"cd {shlex.quote(str(here))} && " if options.folder != Path() else ""
     text = " --data.own_text FILES, or your script, which reads its own text" if by_script else ""
@@ -126,16 +126,16 @@ def join(options: argparse.Namespace, words: Sequence[str]) -> int:
 def enter(
     folder: Path, words: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> tuple[Config, int | None]:
-    """Write settings and keys of a member in ``folder``, where this process goes.
+    """Write a member's settings and keys into ``folder``, and make it the current folder.
 
     ``environ``: has the keys of the member's bucket, if it needs one. Returns the settings and the
-    member's uid, None if no registry gives one. Raises as :func:`join`.
+    member's uid, None if no registry gives one. Raises like :func:`join`.
     """
     others: list[str] = []
     found = read_argv(words, schema("miner"), others=others)
     if len(others) > 1:
         # Do not show the word: if the invitation was broken in two, it is the secret.
-        raise ConfigError(f"the {len(others)}. word is one word too many, {_NOTHING}: see --help")
+        raise ConfigError(f"{len(others)} words where one is expected, {_NOTHING}: see --help")
     text = others[0] if others else getpass.getpass("invitation: ")
     place, token = _parts(text)
     with ExitStack() as undo:
@@ -146,13 +146,13 @@ def enter(
             config = replace(config, chain=replace(config.chain, invitation=SecretStr(token)))
         variables = {name: environ.get(name, "") for name in config.key_variables}
         secret = {_INVITATION: token} if token else {}
-        _dotenv_with(variables | secret)  # it may refuse one
+        _dotenv_with(variables | secret)  # it may refuse a value
         uid, admitted = _register(config, undo)
         undo.pop_all()
-    if admitted:  # any other secret nobody has checked
+    if admitted:  # otherwise nobody has checked the secret
         variables |= secret
     elif secret:
-        print("this hotkey was a member already, so the invitation was neither used nor kept")
+        print("this hotkey was already a member, so the invitation was neither used nor kept")
     config.run_folder.mkdir(parents=True, exist_ok=True)
     save_copy(config.network, config.run_folder)
     if not OPERATORS_FILE.exists():
@@ -164,8 +164,8 @@ def enter(
     print(f"{config.network.line}\nsettings {here / OPERATORS_FILE}, {secrets} {here / _DOTENV}")
     if not config.takes_ports:
         print(
-            "a script of yours joins here too: distributed_training.model_config() is the model's "
-            "config.json (docs/join-a-script.md)"
+            "your own script can join from here too: distributed_training.model_config() returns "
+            "the model's config.json (docs/join-a-script.md)"
         )
     if uid is not None and config.has_bucket:
         _make_bucket(config, miner_bucket(config.store.global_model_name, uid))
@@ -181,14 +181,14 @@ def _parts(text: str) -> tuple[str, str]:
         return found[1], found[2]
     if "#" in text or not text:  # do not show the text, which may hold most of a secret
         raise ConfigError(
-            f"the invitation is not whole (URL#DIGEST.SECRET), {_NOTHING}: copy all of the line"
+            f"the invitation (URL#DIGEST.SECRET) is incomplete, {_NOTHING}: copy the whole line"
         )
     is_name = text in BUILT_IN or "://" in text
     return (text if is_name else str(Path(text).expanduser().absolute())), ""
 
 
 def _enter(folder: Path, undo: ExitStack) -> None:
-    """Make the miner's folder and go there. ``undo`` removes one that was made."""
+    """Make the miner's folder and change to it. ``undo`` removes a folder that was made."""
     try:
         if not folder.exists():
             folder.mkdir()
@@ -196,18 +196,18 @@ def _enter(folder: Path, undo: ExitStack) -> None:
         os.chdir(folder)
     except OSError as error:
         raise ConfigError(
-            f"--folder {folder} cannot be used ({error.strerror}), {_NOTHING}: give a folder"
+            f"--folder {folder} cannot be used ({error.strerror}), {_NOTHING}: choose another"
         ) from None
     if not os.access(".", os.W_OK):
-        raise ConfigError(f"{Path().absolute()} cannot be written, {_NOTHING}: give --folder")
+        raise ConfigError(f"{Path().absolute()} is not writable, {_NOTHING}: use --folder")
 
 
 def _settings(
     place: str, given: dict[str, str], environ: Mapping[str, str]
 ) -> tuple[Config, Mapping[str, str]]:
-    """Return the configuration of the miner here, and the flags that ``miner.toml`` gets.
+    """Return the configuration of the miner here, and the flags to write to ``miner.toml``.
 
-    ``given``: the flags of the command line.
+    ``given``: the flags from the command line.
 
     Raises ConfigError.
     """
@@ -220,10 +220,10 @@ def _settings(
         if file and held != text:
             raise ConfigError(
                 f"{name} in {OPERATORS_FILE.absolute()} is {held} and not {text}, {_NOTHING}: "
-                "change it with an editor, or give --folder for another miner"
+                "change it with an editor, or use --folder for another miner"
             )
     config = load_config("miner", argv, environ=environ, file=file, check=False)
-    # A wallet of its own for each network, unless one is named.
+    # Use a separate wallet for each network, unless a wallet is named.
     if file is None and "wallet.name" not in config.sources:
         chain = replace(config.chain, wallet_name=config.network.head.name)
         config = replace(config, chain=chain)
@@ -231,25 +231,26 @@ def _settings(
     wallet = (chain.wallet_path, chain.wallet_name, chain.wallet_hotkey)
     given |= dict(zip(WALLET, wallet, strict=True))
     _refuse([*check_installed(config), *check_addresses(config), *check_values(config)])
-    # Before a uid is taken: a machine that cannot hold the model gains nothing by it.
+    # Do this before a uid is taken, which would be wasted on a machine that cannot hold the model.
     refuse_model(config, ranks=config.miner.nproc_per_node or visible_gpu_count() or 1)
     return config, given
 
 
 def _register(config: Config, undo: ExitStack) -> tuple[int | None, bool]:
-    """Make the hotkey if it is not there, and register it.
+    """Make the hotkey if it does not exist, and register it.
 
-    Returns its uid, None if no registry gives one, and whether the registry has admitted it just
-    now. Raises ConfigError, ChainError, _Unfinished. ``undo`` removes a hotkey that was made.
+    Returns its uid, None if no registry gives one, and whether the registry admitted it just now.
+    Raises ConfigError, ChainError, _Unfinished. ``undo`` removes a hotkey that was made.
     """
     from distributed_training.chain.identity import create_wallet, hotkey_file, load_wallet
 
     settings, there = config.chain, OPERATORS_FILE.exists()
     folder = Path(settings.wallet_path).expanduser()
     path = hotkey_file(folder, settings.wallet_name, settings.wallet_hotkey)
-    # Which folder the hotkey was made for: a join that was interrupted has left no other trace.
+    # This file names the folder that the hotkey was made for, since an interrupted join leaves no
+    # other trace.
     user, here = path.with_name(f".{path.name}.folder"), str(Path.cwd())
-    is_new = not path.exists() and not there  # otherwise a lost one, which load_wallet() names
+    is_new = not path.exists() and not there  # if there, a missing hotkey is lost: see load_wallet
     if is_new:
         files = [user, path, path.with_name(f"{path.name}pub.txt"), *path.parents]
         undo.callback(_remove, *(each for each in files if not each.exists()))
@@ -258,13 +259,13 @@ def _register(config: Config, undo: ExitStack) -> tuple[int | None, bool]:
             user.write_text(here)
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be written ({error.strerror}), {_NOTHING}: give --wallet.path"
+                f"{path} cannot be written ({error.strerror}), {_NOTHING}: use --wallet.path"
             ) from None
     else:
         hotkey = load_wallet(settings)
     if settings.kind != "registry":
         _refuse(check_keys(config))
-        print(f"{hotkey.ss58} gets its uid by: {how_to_register(settings)}")
+        print(f"to get a uid for {hotkey.ss58}: {how_to_register(settings)}")
         return None, False
     from distributed_training.chain.registry import RefusedWrite, answering
 
@@ -280,14 +281,14 @@ def _register(config: Config, undo: ExitStack) -> tuple[int | None, bool]:
                 who, other = f"uid {uid} of this network", "two, or use the folder that has it"
                 other += f" ({owner})" if owner else ""
             raise ConfigError(
-                f"the hotkey {path} is there already and {who}, {_NOTHING}: give --wallet.name "
+                f"the hotkey {path} exists already and is {who}, {_NOTHING}: set --wallet.name "
                 f"{other}, or name this one if you mean it"
             )
         _refuse(check_keys(config))
         admitted = uid is None
         if uid is None:
-            # From here on the hotkey may have the uid, whatever the answer. Without the hotkey both
-            # are lost, and the invitation too.
+            # From here on the hotkey may have a uid, whatever the answer is. If the hotkey were
+            # removed, the uid and the invitation would be lost with it.
             made = undo.pop_all()
             try:
                 uid = chain.register()
@@ -296,7 +297,7 @@ def _register(config: Config, undo: ExitStack) -> tuple[int | None, bool]:
                 raise
             except ChainError as error:
                 raise _Unfinished(f"{error}, so the hotkey {path} may have a uid") from None
-    print(f"hotkey {hotkey.ss58} with uid {uid}, {path}{': keep a copy of it' if is_new else ''}")
+    print(f"hotkey {hotkey.ss58} with uid {uid}, {path}{': keep a backup of it' if is_new else ''}")
     return uid, admitted
 
 
@@ -306,7 +307,7 @@ def _refuse(lines: Iterable[str]) -> None:
 
 
 def _make_bucket(config: Config, bucket: str) -> None:
-    """Make the bucket if the key may. Otherwise the doctor names what is missing."""
+    """Make the bucket if the key is allowed to. Otherwise the doctor names what is missing."""
     with suppress(StoreError, ConfigError), closing(open_own(config.store, bucket)) as store:
         if isinstance(store, S3ObjectStore):
             try:
@@ -317,7 +318,7 @@ def _make_bucket(config: Config, bucket: str) -> None:
 
 
 def _remove(*paths: Path) -> None:
-    """Remove files, and folders that are empty."""
+    """Remove files and empty folders."""
     for path in paths:
         with suppress(OSError):
             path.rmdir() if path.is_dir() else path.unlink()
@@ -326,7 +327,7 @@ def _remove(*paths: Path) -> None:
 def _toml_of(given: Mapping[str, str], *, ports: bool) -> str:
     """Return the text of a ``--config`` file with the flags ``given``.
 
-    ``ports``: other members connect to this machine, so its port is there too.
+    ``ports``: whether other members connect to this machine, so that its port is written too.
     """
     found = {"dht.port": str(schema("miner").find("dht.port").default)} if ports else {}
     tables: dict[str, Any] = {}
@@ -339,12 +340,12 @@ def _toml_of(given: Mapping[str, str], *, ports: bool) -> str:
 
 
 def _dotenv_with(keys: Mapping[str, str]) -> str:
-    """Return the text of ``.env`` with ``keys``, each in its line if it has one there.
+    """Return the text of ``.env`` with ``keys``, each in the line that it already has, if any.
 
     Raises ConfigError.
     """
     held = read_dotenv(_DOTENV)
-    # Some editors begin a file with a mark, which would become part of the first name.
+    # Some editors begin a file with a byte order mark, which would become part of the first name.
     lines = _DOTENV.read_text(encoding="utf-8-sig").splitlines() if _DOTENV.exists() else []
     for name, value in keys.items():
         if value == held.get(name) or (not value and name in held):

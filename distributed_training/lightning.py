@@ -1,11 +1,11 @@
-"""Make a ``Trainer`` of Lightning a member of a network by one callback.
+"""Make a Lightning ``Trainer`` a member of a network with one callback.
 
     lightning.Trainer(callbacks=[LightningCallback("network.toml")])
 
-When training starts, a ``Trainer`` that resumes has loaded its own checkpoint already. Its weights
-are then replaced by the weights of the member's run folder, which are as new or newer. Lightning
-calls the callbacks that write checkpoints last, so a checkpoint of a step has the weights after the
-update that came with it.
+When training starts, a ``Trainer`` that resumes has already loaded its own checkpoint. Its weights
+are then replaced by the weights in the member's run folder, which are as new or newer. Lightning
+calls the callbacks that write checkpoints last, so a step's checkpoint has the weights after any
+update that was applied at that step.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from distributed_training.member import join
 
 
 class LightningCallback(Callback):
-    """Makes a ``Trainer`` of Lightning a member of a store network.
+    """Makes a Lightning ``Trainer`` a member of a store network.
 
-    ``net`` is the membership, from the moment at which training starts. The reported loss is that
-    of the last micro-batch.
+    ``net`` is the membership, once training has started. The reported loss is the loss of the last
+    micro-batch.
 
     Args:
         network: File, URL or name, as for :func:`distributed_training.join`.
-        tokens: Tokens of this rank's share of an optimizer's step, for log and events.
+        tokens: Tokens in this rank's share of an optimizer step, for the log and the events.
         **settings: Settings of ``miner.toml``, as for :func:`distributed_training.join`.
 
     Examples:
@@ -45,7 +45,7 @@ class LightningCallback(Callback):
     ) -> None:
         self.net: Any = None
         self._network, self._tokens, self._settings = network, tokens, settings
-        self._steps = 0  # reported steps of the optimizers
+        self._steps = 0  # optimizer steps reported so far
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._steps = trainer.global_step
@@ -55,11 +55,11 @@ class LightningCallback(Callback):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.global_step == self._steps:
-            return  # a micro-batch of a gradient that is accumulated
+            return  # this micro-batch only added to an accumulated gradient
         self._steps = trainer.global_step
         loss = (outputs or {}).get("loss")
         if loss is not None:
-            loss = loss * trainer.accumulate_grad_batches  # by which Lightning has divided it
+            loss = loss * trainer.accumulate_grad_batches  # Lightning has divided it by that
         self.net.step(loss=loss, tokens=self._tokens)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

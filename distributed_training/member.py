@@ -1,4 +1,4 @@
-"""Join a store network from one's own training script.
+"""Join a store network from your own training script.
 
     with distributed_training.join("network.toml", model, optimizer) as net:
         for batch in data:
@@ -8,14 +8,14 @@
             optimizer.zero_grad()
             net.step(loss=loss)
 
-The script keeps its model, optimizer, data and loop; :meth:`Net.step` does the rest of a miner.
-It runs the miner's own loop: the same controller decides, the same code uploads, saves and applies
-updates, and the same subscribers write log, events and the files of dashboard and ``dt-status``.
-Transfers run in threads, as in a miner.
+The script keeps its model, optimizer, data and loop; :meth:`Net.step` does the rest of a miner's
+work. It runs the miner's own loop: the same controller decides, the same code uploads, saves and
+applies updates, and the same subscribers write the log, the events and the files for the dashboard
+and ``dt-status``. Transfers run in threads, as in a miner.
 
-The run folder's checkpoint holds the weights and the record of what was uploaded, so the two always
-agree. A script that starts again continues from that checkpoint, whatever weights it has loaded
-into the model itself.
+The checkpoint in the run folder holds both the weights and the record of what was uploaded, so the
+two always agree. A script that starts again continues from that checkpoint, whatever weights it has
+loaded into the model itself.
 """
 
 from __future__ import annotations
@@ -74,16 +74,15 @@ from distributed_training.training.script_weights import (
 
 log = logging.getLogger(__name__)
 
-PACKAGE = "distributed_training"  # the logger whose lines are ours
+PACKAGE = "distributed_training"  # name of the logger for our lines
 _CLOSED = "the script left the network"
-_GOES_ON = ": a start continues from the last one"
-_SAY_AGAIN = 600.0  # seconds between two lines of one cause
-_SILENT = 300.0  # seconds without a step, after which a close that passes is worth a line
-# Boundaries until a stop, which comes at the next one unless something fails.
+_SAY_AGAIN = 600.0  # seconds between two log lines about the same cause
+_SILENT = 300.0  # seconds without a step, after which a missed close is logged
+# Most boundaries until a stop, which comes at the next one unless something fails.
 _MOST_BOUNDARIES = 1000
 _joins = itertools.count()
-_members: dict[Path, Net] = {}  # run folder -> the membership, if it has not been left
-#: A script may have made another device torch's default, and what is built here is in host memory.
+_members: dict[Path, Net] = {}  # run folder -> the membership, until it is left
+#: The device on which everything here is built: a script may have changed torch's default device.
 _HOST = torch.device("cpu")
 
 
@@ -95,32 +94,32 @@ def join(
 ) -> Net:
     """Join a store network with ``model``, which gets the network's weights.
 
-    Call it on each rank, after the model was wrapped (DDP, ``fully_shard``) and the optimizer was
-    made. Weights come from the network, or after a restart from the run folder; the optimizer's
-    state is the script's to keep. Settings are also read from the environment, ``.env`` and
-    ``miner.toml``.
+    Call it on each rank, after the model has been wrapped (DDP, ``fully_shard``) and the optimizer
+    has been made. The weights come from the network or, after a restart, from the run folder; the
+    script must keep the optimizer's state itself. Settings are also read from the environment,
+    ``.env`` and ``miner.toml``.
 
     Args:
-        network: File, URL or name, as ``--network``; None: as ``miner.toml`` of the working folder
-            says.
-        model: Has the network's parameters by the same names and of the same shapes. Those that
-            the network trains are float32 and require gradients; the frozen ones do not, and get
-            the network's values.
-        optimizer: The optimizer that trains it, or several.
-        **settings: Settings of ``miner.toml`` by their names, with ``_`` for a dot, such as
+        network: File, URL or name, as for ``--network``; None for the network that ``miner.toml``
+            in the working folder names.
+        model: Has the network's parameters, with the same names and shapes. The parameters that
+            the network trains are float32 and require gradients; the frozen ones require none, and
+            get the network's values.
+        optimizer: The optimizer that trains the model, or several.
+        **settings: Settings of ``miner.toml`` by name, with ``_`` instead of a dot, such as
             ``wallet_name="w"``.
 
     Returns:
         The membership: call its :meth:`Net.step` after each step of the optimizer.
 
     Raises:
-        ValueError: With one line for settings, a model or an optimizer that do not fit.
+        ValueError: With one line, for settings, a model or an optimizer that do not fit.
         RuntimeError: If the chain or the store cannot be reached.
     """
     optimizers, config = optimizers_of(optimizer), _config_of(network, settings)
     if (net := _members.get(folder := config.run_folder.absolute())) is not None:
-        log.info("join() is called again: the membership of before in %s ends", folder)
-        # A cell is run again, or a Trainer is made again.
+        log.info("join() was called again: the previous membership in %s ends", folder)
+        # A notebook cell is run again, or a Trainer is made again.
         net.close() if net._may_save() else net._leave()
     ranks = _meet()
     import_plugins(config.general.plugins)
@@ -160,11 +159,11 @@ class Net(RankLoop):
     ) -> None:
         super().__init__(controller=None if rank_zero is None else rank_zero.controller, **given)
         self._optimizer, self._rank_zero = optimizer, rank_zero
-        self._called = called  # when the script has last called step()
+        self._called = called  # time of the script's last call of step()
         self._counted = self._weights.steps.step_count
-        self._sequences = self._micro_batches = 0  # given out since the last step
-        self._granted = False  # a micro-batch, by the last command
-        self._not_finite = False  # the last loss here: weights that may be the cause are not saved
+        self._sequences = self._micro_batches = 0  # numbers yielded since the last step
+        self._granted = False  # True if the last command allowed a micro-batch
+        self._not_finite = False  # True if the last loss here was not: such weights are not saved
         self._ended = self._closed = self._changes_weights = False
         self._repeats = Repeats(_SAY_AGAIN)
         self._undone = UndoneUpdates(self._weights.shards)
@@ -177,24 +176,25 @@ class Net(RankLoop):
 
     @property
     def inner_step(self) -> int:
-        """Optimizer steps in this outer step; an update subtracts the steps of its upload."""
+        """Optimizer steps in this outer step; an update subtracts those that its upload has."""
         return self._weights.inner_step
 
     @property
     def verdict(self) -> str:
-        """The verdict on this member in words, as ``dt-status`` has it; empty on other ranks."""
+        """The verdict on this member, as ``dt-status`` words it; empty on ranks other than 0."""
         return "" if self._rank_zero is None else self._rank_zero.facts.verdict
 
     def step(self, loss: Tensor | float | None = None, tokens: int | None = None) -> None:
-        """Record a step of the optimizer, and do what is due: upload, apply an update, save.
+        """Record an optimizer step, and do what is due: upload, apply an update, save.
 
-        Call it on each rank. Afterwards the model may have other weights: a new outer step has
-        begun. It waits for no network, and an error in it is a warning.
+        Call it on each rank. Afterwards the model may have different weights, if a new outer step
+        has begun. It never waits for the network, and an error in it is only a warning.
 
         Args:
-            loss: Mean loss of this rank's share of the step, in nats per token, for log and events.
-            tokens: Tokens of this rank's share; None: those that :meth:`batches` gave out since the
-                last call.
+            loss: Mean loss of this rank's share of the step, in nats per token, for the log and
+                the events.
+            tokens: Tokens in this rank's share; None for the tokens that :meth:`batches` has
+                yielded since the last call.
         """
         if self._ended:
             return
@@ -204,13 +204,13 @@ class Net(RankLoop):
                 "and nothing more is trained on them: call join() again, which continues from the "
                 "last checkpoint"
             )
-        # Set until the change ends, since an interrupt may leave weights half changed.
+        # Keep this set until the change ends, since an interrupt may leave weights half changed.
         self._changes_weights = True
         with self._survives("net.step()"):
             self._count_step(loss, tokens)
-        # Do this even if the first failed, since the other ranks wait for this one at the boundary.
+        # Do this even if that failed, since the other ranks wait for this one at the boundary.
         with self._survives("net.step()"):
-            # Carry out what is due, until the next micro-batch is.
+            # Carry out what is due, until the next micro-batch is due.
             if self._controller is not None:
                 self._controller.idle_wait = 0.0
             while True:
@@ -225,16 +225,17 @@ class Net(RankLoop):
     def batches(self) -> Iterator[Tensor]:
         """Yield micro-batches of the network's text, int64 ``(sequences, length)``, on each rank.
 
-        It is the text that the network assigns, or the files of ``data_own_text`` if members
-        have their own. The number of sequences is ``neuron_local_batch_size_train``, 1 by default.
+        It is the text that the network assigns, or the text in the files of ``data_own_text`` if
+        members have their own. ``neuron_local_batch_size_train`` sets the number of sequences, 1
+        by default.
 
         Raises:
-            ValueError: If members have text of their own and ``data_own_text`` names none.
+            ValueError: If members have text of their own and ``data_own_text`` names no files.
         """
         if (data := self._data) is None:
             raise ValueError(
                 "members of this network train on text of their own and data_own_text names none, "
-                "so there is nothing to give out: give join() data_own_text, or iterate over yours"
+                "so there is nothing to yield: pass data_own_text to join(), or use your own data"
             )
         while not self._ended:
             self._weights.in_step = self._micro_batches > 0
@@ -263,7 +264,10 @@ class Net(RankLoop):
         if self._closed:
             return
         if self._half_changed():
-            log.warning("The last step was interrupted, so no checkpoint is written%s", _GOES_ON)
+            log.warning(
+                "The last step was interrupted, so no checkpoint is written: a restart will "
+                "continue from the last one"
+            )
         elif not self._ended:
             with self._survives("the last checkpoint"):
                 self._weights.in_step = self._micro_batches > 0
@@ -279,19 +283,21 @@ class Net(RankLoop):
 
     def _may_save(self) -> bool:
         """Return whether a checkpoint can be written after an interrupt."""
-        # Another rank may be in a collective of training that never ends.
+        # Another rank may be in a collective of the training that never ends.
         return not self._half_changed() and self._weights.stream.world_size == 1
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        # After an error the weights may be what it is about.
+        # After an error, the weights may be its cause.
         if kind is None or (self._may_save() and kind in (KeyboardInterrupt, SystemExit)):
             self.close()
         elif not self._closed:
             log.warning(
-                "The script ended by %s, so no checkpoint is written%s", kind.__name__, _GOES_ON
+                "The script ended with %s, so no checkpoint is written: a restart will continue "
+                "from the last one",
+                kind.__name__,
             )
             self._leave()
 
@@ -302,7 +308,7 @@ class Net(RankLoop):
 
         Args:
             stack: Holds the threads, files and locks of this rank.
-            folder: The run folder, in which this process has one membership at a time.
+            folder: The run folder; this process has one membership at a time in it.
         """
         self._stack = stack
         _members[folder] = self
@@ -312,7 +318,7 @@ class Net(RankLoop):
         os.register_at_fork(after_in_child=lambda: None if (net := this()) is None else net._drop())
 
     def _drop(self) -> None:
-        """Do nothing from here on: this is a fork, and the membership is the script's own."""
+        """Do nothing from now on: this is a forked process, and the membership is its parent's."""
         self._ended = self._closed = True
         _members.clear()
 
@@ -320,7 +326,7 @@ class Net(RankLoop):
         """Count the optimizer's steps since the last call, and report them."""
         weights, began = self._weights, self._called[0]
         self._called[0] = time.perf_counter()
-        # First: a step whose tokens are none is counted by the next call.
+        # Do this first: if it fails for wrong tokens, the next call counts the step.
         if tokens is None:
             tokens = self._sequences * weights.sequence_length
         tokens = int(tokens)
@@ -329,9 +335,9 @@ class Net(RankLoop):
         if not taken:
             if (again := self._repeats("none")) is not None:
                 log.warning(
-                    "net.step() was called and no optimizer has stepped since the call before, so "
+                    "net.step() was called, but no optimizer has stepped since the last call, so "
                     "it does not count: call it once after each optimizer.step() (a step that a "
-                    "GradScaler left out is none)%s",
+                    "GradScaler left out does not count)%s",
                     again,
                 )
             return
@@ -343,9 +349,9 @@ class Net(RankLoop):
         weights.in_step = False
         if self._undone.stepped() and (again := self._repeats("undone")) is not None:
             log.warning(
-                "%s has put weights of before the update of outer step %d back: it keeps a copy "
-                "of the weights, so updates are lost here and the next upload undoes what others "
-                "did: join with an optimizer that keeps none (docs/join-a-script.md)%s",
+                "%s has restored weights from before the update of outer step %d, since it keeps a "
+                "copy of the weights, so updates are lost here and the next upload undoes others' "
+                "work: join with an optimizer that keeps no copy (docs/join-a-script.md)%s",
                 type(self._optimizer).__name__,
                 self.outer_step,
                 again,
@@ -354,8 +360,8 @@ class Net(RankLoop):
         self._not_finite = loss is not None and not math.isfinite(value)
         if self._data is not None and not micro_batches and self._repeats("data") is not None:
             log.warning(
-                "No text of net.batches() was trained on, and members of this network are judged "
-                "on the text that it assigns: uploads are merged but earn little score"
+                "No text from net.batches() was trained on, but members of this network are judged "
+                "on the text that it assigns: uploads are merged, but earn little score"
             )
         if self._controller is None:
             return
@@ -382,14 +388,14 @@ class Net(RankLoop):
             self._controller.post(event)
 
     def _end(self) -> None:
-        """Record a stop: the last checkpoint is written."""
+        """Record a stop, after the last checkpoint was written."""
         self._ended = True
         if self._controller is not None:
             self._controller.drain()
             if (reason := self._controller.state.stop_reason) != _CLOSED:
                 log.warning(
-                    "This membership has ended (%s), and the script trains for itself from here "
-                    "on: start it again once that has passed",
+                    "This membership has ended (%s), and the script trains on its own from now "
+                    "on: start it again once that is over",
                     reason,
                 )
 
@@ -399,8 +405,8 @@ class Net(RankLoop):
             self._closed = self._ended = True
             if self._controller is not None and not self._weights.steps.step_count:
                 log.warning(
-                    "net.step() was never called after an optimizer's step, so nothing of this "
-                    "training is in the network: call it after each optimizer.step()"
+                    "net.step() was never called after an optimizer's step, so none of this "
+                    "training reached the network: call it after each optimizer.step()"
                 )
             with self._survives("net.close()"):
                 self._stack.close()
@@ -409,10 +415,10 @@ class Net(RankLoop):
 
     @contextlib.contextmanager
     def _survives(self, what: str) -> Iterator[None]:
-        """Make a warning of an error, which must not end the script."""
+        """Turn an error into a warning, since it must not end the script."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - whatever it is
+        except Exception as error:  # noqa: BLE001 - whatever the error is
             self._warn(what, error)
 
     def boundary(self) -> Command:
@@ -423,15 +429,15 @@ class Net(RankLoop):
     def _next_command(self) -> Command | None:
         with self._survives("the decision on what is due"):
             return super()._next_command()
-        return Command(Action.IDLE)  # the other ranks wait for a command
+        return Command(Action.IDLE)  # after an error too, the other ranks wait for a command
 
     def _carry_out(self, command: Command) -> ev.Event | None:
         action, skipped = command.action, ev.CheckpointBegun(self.outer_step, lambda: False)
         if action is Action.CHECKPOINT and self._may_be_bad():
             if (again := self._repeats("loss")) is not None:
                 log.warning(
-                    "The loss is NaN or Inf, so no checkpoint is written: a start continues from "
-                    "the one before%s",
+                    "The loss is NaN or Inf, so no checkpoint is written: a restart would continue "
+                    "from the last one%s",
                     again,
                 )
             return skipped
@@ -442,7 +448,7 @@ class Net(RankLoop):
                 self._undone.updated(before)
             return event
         except Exception as error:  # noqa: BLE001 - it must not end the script
-            if not isinstance(error, FrozenTensorError):  # the line of the upload says it all
+            if not isinstance(error, FrozenTensorError):  # the line about the upload says it all
                 self._warn(action.name.lower().replace("_", " "), error)
             match action:
                 case Action.OUTER_STEP:
@@ -455,7 +461,7 @@ class Net(RankLoop):
             return None
 
     def _micro_batch(self) -> ev.Event | None:
-        return None  # the script does, after this boundary
+        return None  # the script trains, after this boundary
 
     def _save_last(self, local: LocalPart) -> None:
         if not self._may_be_bad():
@@ -473,10 +479,10 @@ class Net(RankLoop):
 def _number(loss: Tensor | float | None) -> float:
     """Return the loss; NaN if there is none."""
     if isinstance(loss, Tensor):
-        loss = loss.detach()  # torch warns of a float that has a graph
+        loss = loss.detach()  # torch warns if a tensor with a graph becomes a float
     try:
         return math.nan if loss is None else float(loss)
-    except (TypeError, ValueError, RuntimeError):  # a tensor of several values
+    except (TypeError, ValueError, RuntimeError):  # such as a tensor of several values
         return math.nan
 
 
@@ -506,14 +512,14 @@ def _config_of(network: str | os.PathLike[str] | None, settings: dict[str, Any])
 
 
 def _meet() -> RankChannel:
-    """Return the ranks of this script, of the process group that it has made, if any."""
-    number = next(_joins)  # a name of its own in the store, where keys stay
+    """Return the ranks of this script: those of its process group, if it has made one."""
+    number = next(_joins)  # a new prefix for each join, since keys stay in the store
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return RankChannel(rank=0, world_size=1, group=None, store=dist.HashStore())
     return RankChannel(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
-        # gloo next to NCCL too: a command must not wait for what is queued on the GPU.
+        # Use gloo even if there is NCCL: a command must not wait for what is queued on the GPU.
         group=dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT),
         store=dist.PrefixStore(f"{PACKAGE}-{number}", dist.distributed_c10d._get_default_store()),
     )
@@ -526,7 +532,7 @@ def _assemble(
     ranks: RankChannel,
     stack: ExitStack,
 ) -> Net:
-    """Build a rank. Raises ConfigError, NetworkFailure, OSError, ValueError."""
+    """Build the membership of one rank. Raises ConfigError, NetworkFailure, OSError, ValueError."""
     events, called = SimpleQueue[ev.Event](), [time.perf_counter()]
 
     def post(event: ev.Event) -> None:
@@ -534,8 +540,8 @@ def _assemble(
         silent = time.perf_counter() - called[0]
         if isinstance(event, ev.CloseReached) and silent > _SILENT:
             log.warning(
-                "net.step() was not called for %.0f s, and uploads of outer step %d are taken "
-                "now: this script sends none until it calls it",
+                "net.step() has not been called for %.0f s, and uploads for outer step %d are now "
+                "due: this script sends none until it calls net.step() again",
                 silent,
                 event.close.outer_step,
             )
@@ -548,7 +554,7 @@ def _assemble(
     if not (folder / "instance.json").exists():
         hidden = (
             f"{folder} is not rank 0's folder here, so its checkpoints would lack this rank's "
-            "part: give a neuron_run_folder that all machines share"
+            "part: choose a neuron_run_folder that all machines share"
         )
     stream.raise_if_any(hidden, ConfigError)
     weights = ScriptWeights(
@@ -582,13 +588,13 @@ def _assemble(
 def _open(
     config: Config, stack: ExitStack, post: Callable[[ev.Event], None]
 ) -> tuple[build.Connections, StartupInfo]:
-    """Take the run folder and ask the network, on rank 0 only."""
+    """Take the run folder and connect to the network. Only rank 0 does that."""
     folder = make_run_folder(config)
     _open_log(config, stack)
     file = LauncherFile(folder)
     stack.enter_context(occupied(config, folder))
     file.owned = True
-    forget_ranks(folder)  # left by a miner that ran here
+    forget_ranks(folder)  # files left by a miner that ran here
     write_instance(folder)
     file.start()
 
@@ -601,7 +607,7 @@ def _open(
 
 
 def _open_log(config: Config, stack: ExitStack) -> None:
-    """Let the log have our lines, without touching what the script has set up."""
+    """Make sure that our lines are logged, without touching what the script has set up."""
     for value in config.values.values():
         if hasattr(value, "get_secret_value"):
             register_secret(value)
@@ -614,7 +620,7 @@ def _open_log(config: Config, stack: ExitStack) -> None:
 
     stack.callback(restore)
     requests = logging.getLogger("httpx")
-    if requests.level == logging.NOTSET:  # a script's basicConfig would show a line for each
+    if requests.level == logging.NOTSET:  # basicConfig would show a line for each request
         requests.setLevel(logging.WARNING)
         stack.callback(requests.setLevel, logging.NOTSET)
     if logger.level == logging.NOTSET:
@@ -623,4 +629,4 @@ def _open_log(config: Config, stack: ExitStack) -> None:
         output = logging.StreamHandler(sys.stdout)
         output.setFormatter(LineFormatter(rank=0))
         logger.addHandler(output)
-        logger.propagate = False  # a script that sets up its own later would show each line twice
+        logger.propagate = False  # if the script adds handlers later, lines would appear twice

@@ -1,14 +1,14 @@
 """A network is a file: the rules that all its peers share, signed by its master hotkey.
 
-``network.toml`` names chain, model, tokenizer, data, training constants, period and store
-(docs/network-file.md). Comments and layout do not count: what counts is the digest
-of the canonical form (protocol page, section 2). The run's id is the digest only of the keys of
-:func:`is_identity`, which no version changes; each version names the digest of the one before and
-the outer step from which it holds.
+``network.toml`` names the chain, the model, the tokenizer, the data, the training constants, the
+period and the store (docs/network-file.md). Comments and layout do not count: what counts is the
+digest of the canonical form (protocol page, section 2). The run's id is the digest of only the keys
+that :func:`is_identity` accepts, which no version changes. Each version names the digest of the
+previous version and the outer step from which it is in force.
 
-Here a file is found (at a path, or an https URL with the last good copy behind it), digested,
-signed and verified. Types and ranges of its values are those of the settings that they become;
-:mod:`distributed_training.config` applies them.
+This module digests, signs and verifies a file; :mod:`.network_place` finds it. The types and ranges
+of its values are those of the settings that they become, which :mod:`distributed_training.config`
+applies.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ from distributed_training.protocol.metadata import with_rules
 from distributed_training.protocol.pages import HELD_OUT_PAGES
 from distributed_training.protocol.types import OWN_CODECS, Sign
 
-#: Format 2 has only the exchange ``store``. Files of subnet 38's protocol are of format 1, or of
-#: format 2 with ``hivemind``: the commit :data:`LAST_OF_SUBNET_38` was the last that read them.
+#: Format 2 has only the exchange ``store``. Files of subnet 38's protocol have format 1, or format
+#: 2 with ``hivemind``: the commit :data:`LAST_OF_SUBNET_38` was the last one that read them.
 FORMATS = (2, 3)
 LAST_OF_SUBNET_38 = "10170bb9"
-_BITS = "round.bits"  # what earlier files have in place of round.codec: 4, 3 or 2
-#: What earlier files have in place of round.period: seconds, their number, and a rule that is gone.
+_BITS = "round.bits"  # in earlier files, instead of round.codec: 4, 3 or 2
+#: In earlier files, instead of round.period: a block's seconds, the number of blocks, and a key
+#: that has no effect any more.
 _BLOCKS = ("round.seconds_per_block", "round.blocks_per_allreduce", "round.epoch_length")
-_ROWS_API = "data.rows_url"  # key of earlier files, without effect if the source is another
+_ROWS_API = "data.rows_url"  # in earlier files; without effect, since the rows API is gone
 _EARLIER = {_BITS, *_BLOCKS, _ROWS_API}
 #: Keys that only the exchange ``hivemind`` has.
 _OF_AVERAGE = frozenset({"round.average_after", "round.sample"})
-#: The file that comes with the program, by the name that ``--network`` knows it by.
+#: The files that come with the program, by their name for ``--network``.
 BUILT_IN = {"local": Path(__file__).parent / "networks" / "local.toml"}
-#: The rules of a network whose founder names no other, by key; they are the settings' defaults too.
+#: The rules of a network whose founder sets no others, by key; they are the settings' defaults too.
 USUAL: Mapping[str, Any] = {
     "data.source": "hub",
     "data.dataset": "HuggingFaceFW/fineweb-edu",
@@ -72,7 +73,7 @@ USUAL: Mapping[str, Any] = {
     "limits.max_uids": 256,
 }
 LARGEST_FILE = 1 << 20  # bytes
-LARGEST_SHOWN = 4096  # bytes of what the global bucket says of its network
+LARGEST_SHOWN = 4096  # bytes of ``network.json``, in which the global bucket names its network
 KEPT = "network"  # folder of the last good copy, in the run folder
 FILE = "network.toml"
 HELD_OUT = "held-out"  # folder of held-out text, next to the founder's file and in run folders
@@ -86,8 +87,8 @@ _REQUIRED = {
     "model.parameters", "tokenizer.name", "round.grace", "store.global_bucket",
 }  # fmt: skip
 _FIRST_TABLE = re.compile(r"^\s*\[", re.M)
-# A comment or a string of TOML. Only the first quote is required, because otherwise the search for
-# a string without an end would begin again at each character.
+# A comment or a string in TOML. Only the opening quote is required, because otherwise the search
+# for the end of an unterminated string would start again at each character.
 _NO_KEY = re.compile(
     r'''\#[^\n]*+
     | """ (?:[^"\\] | \\. | "{1,2}+(?!"))*+ "{0,5}+  |  "(?:[^"\\\n] | \\.)*+"?+
@@ -96,11 +97,11 @@ _NO_KEY = re.compile(
 )
 _DEEPEST_KEY = 64
 _DEEP_KEY = re.compile(rf"(?<![\w.-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{_DEEPEST_KEY}}}")
-_MOST_SHOWN = 300  # characters of a cause or a remedy
+_MOST_SHOWN = 300  # most characters of a cause or a remedy
 
 
 class NetworkFileError(ValueError):
-    """A network's file that is refused: the cause, and what to do."""
+    """A network's file is refused: the cause, and what to do."""
 
     def __init__(self, cause: str, remedy: str) -> None:
         super().__init__(f"{cause:.{_MOST_SHOWN}}")  # cut it, because it may repeat the file
@@ -118,13 +119,13 @@ _Word = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 _Count = Annotated[int, Field(ge=1, le=10**13)]
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Patterns = Annotated[list[str], Field(min_length=1, max_length=1000)]
-# The first character is not a dash, because pip would read an option.
+# The first character is not a dash, because pip would take it for an option.
 _Software = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._~:/@+=%#,\[\]-]{0,299}$")]
 
 
 @checked(frozen=True, config=ConfigDict(strict=True))
 class Head:
-    """The first lines of a network's file, which are not settings. An alias is the key."""
+    """The keys of a network's file that are not settings. The alias of a field is its key."""
 
     format: Literal[2, 3]
     name: _Word
@@ -144,24 +145,24 @@ class Head:
     tokenizer_files: _Digest | None = Field(None, alias="tokenizer.files")
     data_files: _Digest | None = Field(None, alias="data.files")
     exchange: Literal["hivemind", "store"] = "store"
-    #: What members give to pip.
+    #: The package that members install with pip.
     software: _Software | None = None
     previous: Annotated[str | None, Field(pattern=r"^sha256:[0-9a-f]{64}$")] = None
     from_outer_step: Annotated[int, Field(ge=0, lt=10**9)] = 0
     signature: Annotated[str | None, Field(pattern=r"^0x[0-9a-f]{128}$")] = None
 
     def of_model(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``config`` with what the file says of the model beyond it."""
+        """Return ``config`` with the file's other rules about the model."""
         return with_rules(config, self.kind, self.trainable, self.settings)
 
     @property
     def exchanged(self) -> int:
-        """The parameters that are trained, and so sent."""
+        """The number of parameters that are trained, and therefore sent."""
         return self.trained or self.parameters
 
     @property
     def frozen_itemsize(self) -> int:
-        """Bytes of a parameter that is not trained, as members hold it."""
+        """Bytes per frozen parameter in a member's memory."""
         return 4 if (self.settings or {}).get("dtype", "float32") == "float32" else 2
 
     @property
@@ -177,7 +178,7 @@ VERSION_KEYS = ("version", "previous", "from_outer_step")
 
 @dataclass(frozen=True)
 class Network:
-    """One network's rules. ``values``: by the settings' keys (``training.sequence_length``)."""
+    """One network's rules. ``values``: keyed like settings (``training.sequence_length``)."""
 
     place: str  # path or URL
     head: Head
@@ -193,7 +194,7 @@ class Network:
 
     @property
     def shape(self) -> ModelShape:
-        """The model's sizes, with as many parameters as the file says. Raises ValueError."""
+        """The model's sizes, with the number of parameters in the file. Raises ValueError."""
         head = self.head
         return ModelShape.from_config(
             self.model or {}, head.parameters, part=head.trained, itemsize=head.frozen_itemsize
@@ -201,7 +202,7 @@ class Network:
 
     @property
     def rules_id(self) -> str:
-        """The id that two peers compare to know that they hold the same rules."""
+        """The id that two peers compare to make sure that they have the same rules."""
         return self.digest[:_RUN_ID_DIGITS]
 
     @property
@@ -215,11 +216,11 @@ class Network:
 
 @checked(frozen=True, config=ConfigDict(strict=True))
 class Shown:
-    """The content of ``network.json``, by which the global bucket says whose it is.
+    """The content of ``network.json``, which says whose network a global bucket belongs to.
 
     ``run_id``: the network's ``rules_id``; None if an earlier version of the program wrote it.
-    ``network``: its run, in a file that the master has signed; None: it is unsigned and means
-    nothing.
+    ``network``: the id of its run, in a file that the master has signed; None if the file is
+    unsigned, and so means nothing.
     """
 
     name: Annotated[str, Field(max_length=63)]
@@ -234,21 +235,21 @@ class Shown:
         return cls(head.name, head.version, values["chain.master_hotkey"], network.rules_id)
 
     def to_bytes(self, sign: Sign | None) -> bytes:
-        """Return the file, signed by ``sign``; None: unsigned."""
+        """Return the file, signed by ``sign``; unsigned if that is None."""
         content = {name: value for name, value in asdict(self).items() if value is not None}
         form = json.dumps(content).encode()
         return form if sign is None else sign_form(NETWORK, form, sign)
 
     def counts_for(self, network: Network) -> bool:
-        """Return whether it may say something of ``network``: whether it is its master's word."""
+        """Return whether this file is about ``network`` and comes from its master."""
         run, master = network.values["run_id"], network.values["chain.master_hotkey"]
         return (self.network, self.master) == (run, master)
 
     @classmethod
     def parse(cls, data: bytes) -> Shown:
-        """Read the file. Raises ValueError for anything else, with nothing of it in the text.
+        """Read the file. Raises ValueError for anything else; the message quotes none of it.
 
-        A file that names its ``network`` is signed by the master that it names.
+        A file that names its ``network`` must be signed by the master that it names.
         """
         content = json_line(data) or {}
         try:
@@ -257,7 +258,7 @@ class Shown:
         except ValidationError:
             raise ValueError("it does not name a network") from None
         if shown.network is not None:
-            from bittensor_core import verify  # the chain's client would take a second
+            from bittensor_core import verify  # importing the chain's client would take a second
 
             if not is_signed(NETWORK, data, Master(shown.network, shown.master, verify)):
                 raise ValueError("it is not signed by the master that it names")
@@ -265,32 +266,32 @@ class Shown:
 
 
 def other_version(shown: Shown, ours: Network) -> str:
-    """Say how the network's file of the global bucket differs from ``ours``; empty: it does not."""
+    """Say how the network's file in the global bucket differs from ``ours``; empty if it agrees."""
     version, run_id = ours.head.version, ours.rules_id
     if shown.version == version and shown.run_id in (None, run_id):
         return ""
-    differs = f"this network is at version {shown.version} of its file, this miner has {version}"
+    differs = f"this network is at version {shown.version} of its file, but this miner at {version}"
     if shown.version < version:
-        return f"{differs}: nothing counts before the validator has started with it too"
+        return f"{differs}: nothing counts until the validator has started with it too"
     if shown.version == version:
-        differs = f"this network's file of version {version} has other rules than this miner's"
-    remedy = f"get the file from its founder again, in place of {ours.place}, and restart"
+        differs = f"version {version} of this network's file has different rules from this miner's"
+    remedy = f"get the file from its founder again, put it in {ours.place}, and restart"
     if "://" in ours.place:
         remedy = f"restart, which fetches {ours.place}"
-    return f"{differs}, so that neither its uploads nor its rounds count: {remedy}"
+    return f"{differs}, so neither the miner's uploads nor its rounds count: {remedy}"
 
 
 def tree_of(text: str) -> dict[str, Any]:
     """Return the tables of a file's ``text``. Raises NetworkFileError if it is not TOML."""
     try:
-        # tomllib's memory grows with the square of a dotted key: 32 kB of "a.a.a" take 1 GB, so
-        # anybody who can write to the founder's web site could end every start. A quoted part of a
-        # key counts as a bare one; values and comments do not count.
+        # tomllib's memory grows with the square of a dotted key's length: 32 kB of "a.a.a" take
+        # 1 GB, so anybody who can write to the founder's web site could make every start fail. A
+        # quoted part of a key counts like a bare one; values and comments do not count.
         if _DEEP_KEY.search(_NO_KEY.sub("q", text)):
             raise ValueError("nested too deeply")
         return parse_toml(text)
     except ValueError as error:
-        raise NetworkFileError(f"it is not TOML ({error})", "correct that line") from None
+        raise NetworkFileError(f"it is not TOML ({error})", "fix that line") from None
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -310,12 +311,12 @@ def built_in_rules(name: str = "local") -> dict[str, Any]:
 
 
 def needless_keys(exchange: str) -> frozenset[str]:
-    """Return the keys that have no place in a file with this ``exchange``."""
+    """Return the keys that a file with this ``exchange`` must not have."""
     return frozenset() if exchange == "hivemind" else _OF_AVERAGE
 
 
 def of_exchange(rules: Mapping[str, Any], exchange: str) -> dict[str, Any]:
-    """Return the tables of a file with ``exchange``, without the keys that have no place there."""
+    """Return the tables of a file with ``exchange`` set, without the keys that do not fit it."""
     kept = copy.deepcopy({**rules, "exchange": exchange})
     for key in needless_keys(exchange):
         table, _, name = key.partition(".")
@@ -324,22 +325,24 @@ def of_exchange(rules: Mapping[str, Any], exchange: str) -> dict[str, Any]:
 
 
 def parse(text: str, *, place: str, keys: Collection[str]) -> Network:
-    """Return the network of a file's ``text``, its signature verified.
+    """Return the network that a file's ``text`` describes, with its signature verified.
 
     Args:
-        place: Path or URL, to name in errors.
-        keys: The keys of the values that settings take; with those of :class:`Head`, all there are.
+        text: The content of the file.
+        place: The path or URL that errors name.
+        keys: The keys whose values become settings; those of :class:`Head` are allowed too.
 
     Raises:
-        NetworkFileError: Not TOML, an unknown or missing key, another format, unsigned, altered.
+        NetworkFileError: The text is not TOML, has an unknown or missing key or another format, is
+            unsigned, or was altered.
     """
     flat = flatten(tree_of(text))
     refuse_format(flat)
     known = {*keys, *_HEAD, *_EARLIER}
     for key in sorted(flat.keys() - known):
-        # A program that ignored an unknown key would train by other rules than its peers.
+        # A program that ignored an unknown key would train by different rules from its peers'.
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-        hint = f"did you mean {near[0]}?" if near else "docs/network-file.md lists all"
+        hint = f"did you mean {near[0]}?" if near else "docs/network-file.md lists all keys"
         raise NetworkFileError(f"{key!r} is not a key of it", hint)
     in_other_words = _codec_of(flat) | _period_of(flat)
     if missing := sorted(_REQUIRED - flat.keys() - in_other_words.keys()):
@@ -351,7 +354,7 @@ def parse(text: str, *, place: str, keys: Collection[str]) -> Network:
     head = _head({key: flat[key] for key in _HEAD & flat.keys()})
     _refuse_exchange(flat)
     _refuse_data(flat)
-    # [chain] has only the keys of its kind; a plug-in's kind may have any.
+    # [chain] may have only the keys of its kind; a plug-in's kind may have any keys.
     for kind, of_kind in _CHAIN_KEYS.items() if head.chain in _CHAIN_KEYS else ():
         for key in sorted(of_kind):
             if (key in flat) != (kind == head.chain):
@@ -363,25 +366,25 @@ def parse(text: str, *, place: str, keys: Collection[str]) -> Network:
     if (head.version > 1) != (head.previous is not None):
         raise NetworkFileError(
             f"version {head.version} "
-            + ("names none before it" if head.version > 1 else "has none before it to name"),
+            + ("names no previous one" if head.version > 1 else "cannot have a previous one"),
             "let dt-network sign write version, previous and from_outer_step",
         )
     if (head.frozen is None) != (head.trained is None) or head.exchanged > head.parameters:
         raise NetworkFileError(
-            "model.frozen and model.trainable_parameters do not say which tensors stay as they are",
+            "model.frozen and model.trainable_parameters do not say which tensors stay unchanged",
             "let dt-network init write both",
         )
-    # Built-in files are part of the program, so they are trusted like it.
+    # Built-in files are part of the program, so they are trusted as it is.
     built_in = "signature" not in flat and any(
         digest == digest_of(flatten(built_in_rules(name))) for name in BUILT_IN
     )
     if "run_id" in flat and not built_in:
         raise NetworkFileError(
-            "it names a run_id, which is the digest of every file but those of the program",
+            "it names a run_id, which only the program's own files may set",
             "remove the line",
         )
     if not built_in:
-        from bittensor_core import verify  # the chain's client would take a second
+        from bittensor_core import verify  # importing the chain's client would take a second
 
         hotkey = str(flat.get("chain.master_hotkey"))
         if head.signature is None:
@@ -392,13 +395,13 @@ def parse(text: str, *, place: str, keys: Collection[str]) -> Network:
             valid = False
         if not valid:
             raise NetworkFileError(
-                f"its signature is not that of chain.master_hotkey {hotkey} for these values: it "
+                f"its signature does not match chain.master_hotkey {hotkey} and these values: it "
                 "was altered after it was signed",
-                "fetch it again from the founder",
+                "get it from the founder again",
             )
     values = {key: value for key, value in flat.items() if key in keys}
     values |= in_other_words
-    # Peers of two runs use other DHT keys and cannot meet.
+    # Peers of two runs use different DHT keys, so they cannot meet.
     identity = {key: value for key, value in flat.items() if is_identity(key)}
     values.setdefault("run_id", digest_of(identity)[:_RUN_ID_DIGITS])
     values.setdefault("chain.netuid", 0)  # a registry is one network
@@ -408,60 +411,60 @@ def parse(text: str, *, place: str, keys: Collection[str]) -> Network:
 
 
 def refuse_format(flat: Mapping[str, Any]) -> None:
-    """Raise NetworkFileError for a file of a format that this program does not read."""
+    """Raise NetworkFileError for a file in a format that this program does not read."""
     format_ = flat.get("format")
     if format_ is not True and (
         format_ == 1 or (format_ == 2 and flat.get("exchange") == "hivemind")
     ):
         over = "" if format_ == 1 else " with exchange 'hivemind'"
         raise NetworkFileError(
-            f"its format is {format_}{over}, of the protocol of subnet 38, which no program speaks "
-            f"any more after commit {LAST_OF_SUBNET_38}",
+            f"its format is {format_}{over}, for the protocol of subnet 38, which the program has "
+            f"not spoken since commit {LAST_OF_SUBNET_38}",
             "use that commit, or join another network with dt-join",
         )
     if type(format_) is not int or format_ not in FORMATS:
         raise NetworkFileError(
-            f"its format is {format_!r} and this program reads {' and '.join(map(str, FORMATS))}",
+            f"its format is {format_!r}, but this program reads {' and '.join(map(str, FORMATS))}",
             "update the miner, or ask the founder for a file of such a format",
         )
     if "model.config_file" in flat:
         raise NetworkFileError(
-            "its model.config_file names another file, which no program reads any more",
-            "put that file's content into [model.config], by which the signature stays valid, "
+            "its model.config_file names another file, which is no longer read",
+            "put that file's content into [model.config], which keeps the signature valid, "
             "and do the same in each file of versions/",
         )
 
 
 def _codec_of(flat: Mapping[str, Any]) -> dict[str, str]:
-    """Return the codec that an earlier file names by its bits. Raises NetworkFileError."""
+    """Return the codec of an earlier file, which names only its bits. Raises NetworkFileError."""
     if _BITS not in flat:
         return {}
     codec = f"{flat[_BITS]}-bit"
     if codec not in OWN_CODECS or "round.codec" in flat:
         raise NetworkFileError(
-            f"{_BITS} is {flat[_BITS]!r:.100}, and round.codec takes its place",
+            f"{_BITS} is {flat[_BITS]!r:.100}, but round.codec has replaced that key",
             f"remove {_BITS}, and set round.codec to one of {', '.join(OWN_CODECS)}",
         )
     return {"round.codec": codec}
 
 
 def _period_of(flat: Mapping[str, Any]) -> dict[str, str]:
-    """Return the period that an earlier file names in blocks. Raises NetworkFileError."""
+    """Return the period of an earlier file, which counts it in blocks. Raises NetworkFileError."""
     if not flat.keys() & set(_BLOCKS):
         return {}
     seconds, blocks = (flat.get(key) for key in _BLOCKS[:2])
     numbers = isinstance(seconds, int | float) and isinstance(blocks, int)
     if "round.period" in flat or not numbers or min(seconds or 0, blocks or 0) <= 0:
         raise NetworkFileError(
-            f"{_BLOCKS[0]} is {seconds!r:.50} and {_BLOCKS[1]} {blocks!r:.50}, and round.period "
-            "takes their place",
+            f"{_BLOCKS[0]} is {seconds!r:.50} and {_BLOCKS[1]} {blocks!r:.50}, but round.period "
+            "has replaced these keys",
             f'remove {", ".join(_BLOCKS)}, and set round.period to a duration such as "30m"',
         )
     return {"round.period": f"{(seconds or 0) * (blocks or 0):g}s"}
 
 
 def without_blocks(text: str) -> str:
-    """Return the text of a file that names its period in blocks with ``round.period`` in place."""
+    """Return a file's text with ``round.period`` instead of a period that is counted in blocks."""
     period = _period_of(flatten(tree_of(text))).get("round.period")
     if period is None:
         return text
@@ -473,28 +476,28 @@ def without_blocks(text: str) -> str:
         changed = text[: first.start()] + line + lines.sub("", text[first.end() :])
         if flatten(tree_of(changed)).get("round.period") == period:
             return changed
-    return text  # the keys are in an inline table, which parse() reads as it is
+    return text  # the keys are in an inline table, which parse() can still read
 
 
 def _refuse_data(flat: Mapping[str, Any]) -> None:
-    """Refuse keys of [data] that are wrong together. Raises NetworkFileError."""
+    """Refuse keys in [data] that contradict each other. Raises NetworkFileError."""
     if flat.get("data.source") == "hf":
         raise NetworkFileError(
-            "data.source is hf, the rows API, which is not read any more",
-            'set data.source = "hub" with its data.revision and data.rows, and sign it',
+            "data.source is hf, the rows API, which is no longer read",
+            'set data.source = "hub" with its data.revision and data.rows, and sign the file',
         )
     if flat.get("data.own") is True and (
         flat.get("data.selection", 1) != 1
         or flat.get("data.held_out", "python") in ("pages", "python")
     ):
         raise NetworkFileError(
-            "data.own is true, so nobody has the members' text to judge them on",
-            'name other texts, data.held_out = ["NAME=FILE"], and leave data.selection out',
+            "data.own is true, so nobody else has the members' text to judge them on",
+            'name other texts with data.held_out = ["NAME=FILE"], and leave data.selection out',
         )
     if flat.get("data.selection") != 2:
         if flat.get("data.held_out") == "pages":
             raise NetworkFileError(
-                "data.held_out is pages, and only data.selection 2 holds pages out",
+                "data.held_out is pages, but only data.selection 2 holds pages out",
                 "set data.selection = 2, or name a file",
             )
         return
@@ -502,7 +505,7 @@ def _refuse_data(flat: Mapping[str, Any]) -> None:
     held_out = flat.get("data.held_out_pages", HELD_OUT_PAGES)
     if rows is None:
         raise NetworkFileError(
-            "data.selection is 2 without data.rows, so a change of the data would move all pages",
+            "data.selection is 2 without data.rows, so a change in the data would move all pages",
             "add data.rows",
         )
     if not all(type(number) is int and number > 0 for number in (rows, of_a_page, held_out)):
@@ -510,13 +513,13 @@ def _refuse_data(flat: Mapping[str, Any]) -> None:
     if (pages := rows // of_a_page) <= held_out:
         raise NetworkFileError(
             f"data.rows makes {pages} pages of {of_a_page} rows and data.held_out_pages is "
-            f"{held_out}, so none is left to train on",
+            f"{held_out}, so no page is left to train on",
             "lower data.held_out_pages or data.rows_per_page",
         )
 
 
 def _refuse_exchange(flat: Mapping[str, Any]) -> None:
-    """Refuse keys that are wrong together with this file's exchange. Raises NetworkFileError."""
+    """Refuse keys that do not fit this file's exchange. Raises NetworkFileError."""
     exchange = str(flat["exchange"])
     for key in sorted(needless_keys(exchange) & flat.keys()):
         raise NetworkFileError(f"{key} has no place with exchange {exchange!r}", "remove it")
@@ -526,18 +529,18 @@ def _refuse_exchange(flat: Mapping[str, Any]) -> None:
         raise NetworkFileError(
             f"exchange is {exchange} and chain.kind {flat['chain.kind']!r:.100}, so nobody "
             "would hand out access to the store",
-            'found it with a registry, or with store.access = "own"',
+            'create it with a registry, or with store.access = "own"',
         )
     if "store.endpoint" not in flat:
         raise NetworkFileError(
-            "store.endpoint is missing, so no member would know the store that the registry may "
-            "send it to",
+            "store.endpoint is missing, so no member would know to which store the registry may "
+            "send it",
             "add it",
         )
 
 
 def is_identity(key: str) -> bool:
-    """Return whether a network with another value of ``key`` is another network."""
+    """Return whether a different value of ``key`` makes a different network."""
     return key in ("name", "chain.master_hotkey") or key.startswith(("model.", "tokenizer."))
 
 
@@ -549,18 +552,18 @@ def digest_of(flat: Mapping[str, Any]) -> str:
         form = json.dumps(rules, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError):
         raise NetworkFileError(
-            "it holds a date, nan or inf, which no key takes", "give a number or a text"
+            "it holds a date, nan or inf, which no key takes", "use a number or a text"
         ) from None
     return hashlib.sha256(form.encode()).hexdigest()
 
 
 def signed(text: str, signer: Any, *, head: Mapping[str, Any] | None = None) -> str:
-    """Return ``text`` with the signature of ``signer``, a key pair of bittensor, in it.
+    """Return ``text`` with the signature of ``signer``, a key pair of bittensor.
 
-    ``head``: values that replace those of the first lines; None: none.
+    ``head``: values that replace those in the first lines, if any.
     """
     first = _FIRST_TABLE.search(text)
-    # Look above the first table, since below it "signature = " is a key of that table.
+    # Look only above the first table, since below it "signature = " is a key of that table.
     end = first.start() if first else len(text)
     top, rest = text[:end], text[end:].lstrip("\n")
     for key in (*(head or ()), "signature"):
@@ -574,11 +577,11 @@ def signed(text: str, signer: Any, *, head: Mapping[str, Any] | None = None) -> 
 
 
 def to_toml(rules: Mapping[str, Any]) -> str:
-    """Return a network's rules as TOML: keys first, then each table, ``[model.config]`` too."""
+    """Return a network's rules as TOML: keys first, then all tables, such as ``[model.config]``."""
 
     def table(title: str, content: Mapping[str, Any]) -> str:
         below = {key: value for key, value in content.items() if isinstance(value, dict)}
-        # Write these first, since in TOML a key below a table's head belongs to that table.
+        # Write the keys first, since in TOML a key below a table's head belongs to that table.
         lines = [f"{k} = {toml_value(v)}" for k, v in content.items() if k not in below]
         head = f"\n[{title}]\n" if title and lines else ""
         inner = [table(f"{title}.{key}".strip("."), value) for key, value in below.items()]
@@ -591,10 +594,10 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(toml_value, value))}]"
     try:
-        return json.dumps(value, ensure_ascii=False)  # TOML's text, numbers and booleans
+        return json.dumps(value, ensure_ascii=False)  # texts, numbers and booleans are TOML too
     except TypeError:
         raise NetworkFileError(
-            "it holds a date or a time, which no key takes", "give a text"
+            "it holds a date or a time, which no key takes", "use a text"
         ) from None
 
 
@@ -618,7 +621,7 @@ def read_text(path: Path) -> str:
     """Return the text of a file that belongs to a network. Raises NetworkFileError."""
     try:
         with open_at_once(path) as file:
-            # A read returns None for a pipe that nobody writes to.
+            # Reading a pipe that nobody writes to returns None.
             data = file.read(LARGEST_FILE + 1) or b""
     except OSError as error:
         raise NetworkFileError(

@@ -12,11 +12,11 @@
     dt-network recover FOLDER [--above STEP]
     dt-network invite|allow|expel|members|serve|backup|restore ...   members (docs/registry.md)
 
-``init`` makes the master's hotkey and, for a swarm, the validator's identity in it. It writes
-``network.toml`` with the built-in network's rules and what the options change, signs it, and prints
-what to run; ``run`` (:mod:`.founder`) starts everything that the founder's machine needs. Every
-other rule is changed by ``--set KEY=VALUE`` with the keys of docs/network-file.md, or later in the
-file, which ``sign`` then signs as the next version. `dt-registry` is another name of this program.
+``init`` makes the master's hotkey, writes ``network.toml`` with the usual rules and what the
+options change, signs it, and prints what to run. ``run`` (:mod:`.founder`) starts everything that
+the founder's machine needs. ``--set KEY=VALUE`` changes any other rule, with the keys of
+docs/network-file.md; rules can also be changed later in the file, which ``sign`` then signs as the
+next version. `dt-registry` is another name of this program.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from distributed_training.store.errors import StoreError
 
 
 def _add_init_options(init: argparse.ArgumentParser) -> None:
-    """Add the options of ``init`` and ``succeed``, in the order of their help."""
+    """Add the options of ``init`` and ``succeed``, in the order in which the help shows them."""
     text, path, add = argument(Text), argument(File), init.add_argument
     slowest = "{store:g}; over hivemind {hivemind:g}".format(**founding.SLOWEST_LINK)
     add("folder", type=path, help="new folder for network.toml and the founder's keys")
     name = "name of 3 to 59 lower-case letters, digits and '-'"
     add("--name", type=argument(NetworkName), required=True, help=name)
     exchange = (
-        "exchange pseudo-gradients through a store, for which no member opens a port, or among "
-        f"peers over hivemind [{founding.EXCHANGE}; succeed: as before]"
+        "exchange pseudo-gradients through a store, which needs no open port, or among peers over "
+        f"hivemind [{founding.EXCHANGE}; succeed: as before]"
     )
     add("--exchange", choices=("store", "hivemind"), help=exchange)
-    link = f"Mbit/s of the slowest member, from which the time for uploads follows [{slowest}]"
+    link = f"Mbit/s of the slowest member, which decides the time for uploads [{slowest}]"
     add("--slowest-link", type=ranged(0.001, 1e5), metavar="MBIT", help=link)
     host = "address of this machine, where peers over hivemind find the validator [the registry's]"
     add("--host", type=text, help=host)
@@ -78,24 +78,24 @@ def _add_init_options(init: argparse.ArgumentParser) -> None:
     miners = "members expected at first [2]"
     add("--miners", type=ranged(1, 4096), default=2, metavar="N", help=miners)
     tokens = (
-        "tokens that all members train together, by which the learning rate falls "
+        "tokens that all members train on together, over which the learning rate falls "
         f"[{TOKENS_A_PARAMETER} for each parameter]"
     )
     add("--tokens", type=ranged(1.0, 1e18), metavar="N", help=tokens)
 
 
 def _add_rules(command: argparse.ArgumentParser, *, source: str) -> None:
-    """Add the options that say which model is trained on what. ``source``: the text's default."""
+    """Add the options that say which model is trained on what. ``source``: default text source."""
     text, path = argument(Text), argument(File)
     model = command.add_mutually_exclusive_group().add_argument
     shape = "config.json of a Llama-like model, or 125m, 1b, 4b [one of 2 million parameters]"
     model("--model", type=path, metavar="FILE", help=shape)
-    weights = "transformers model to begin with, a folder or NAME[@COMMIT] at Hugging Face [random]"
+    weights = "transformers model to start from, a folder or NAME[@COMMIT] at Hugging Face [random]"
     model("--from", type=path, metavar="DIR|NAME", dest="weights", help=weights)
     add = command.add_argument
     lora = (
         "train only adapters (LoRA) on --from: r=16,alpha=32,targets=all-linear,train=both (or B), "
-        "or a folder that PEFT has written [all weights are trained]"
+        "or a folder written by PEFT [all weights are trained]"
     )
     add("--lora", type=text, metavar="RULES|DIR", help=lora)
     tokenizer = "tokenizer at Hugging Face or in a folder [the one of --from, else bytes]"
@@ -110,7 +110,7 @@ def _add_rules(command: argparse.ArgumentParser, *, source: str) -> None:
 def _add_try_options(add: Callable[..., Any]) -> None:
     add("script", type=argument(File), metavar="SCRIPT.py", help="your training script")
     add("--members", type=ranged(1, 64), default=3, metavar="N", help="how many run it [3]")
-    rounds = "ends after this many outer steps [2]"
+    rounds = "end after this many outer steps [2]"
     add("--rounds", type=ranged(1, 10**6), default=2, metavar="N", help=rounds)
     words = (
         "the script's arguments, in quotes; NETWORK becomes the network's file, and {member} in a "
@@ -118,8 +118,8 @@ def _add_try_options(add: Callable[..., Any]) -> None:
     )
     add("--args", type=shlex.split, default="NETWORK", metavar="WORDS", help=words)
     of_folder: dict[str, Any] = {"type": argument(File), "default": Path("runs/try")}
-    add("--folder", **of_folder, help="where everything is written, and emptied first [runs/try]")
-    longest = "seconds without an outer step after which it ends [300; five periods if longer]"
+    add("--folder", **of_folder, help="folder for all files, which is emptied first [runs/try]")
+    longest = "end after this many seconds without an outer step [300; five periods if longer]"
     add("--timeout", type=ranged(1.0, 1e6), metavar="S", help=longest)
 
 
@@ -148,16 +148,16 @@ def build_parser() -> Parser:
     add = command("run", _run, "start what a founder runs, and keep it running")
     add("folder", **of_init)
     add("--print", action="store_true", help="print the commands and start nothing")
-    takes = "lead the network at once, although another validator may: that one stops"
+    takes = "lead the network at once, even if another validator does: that one stops"
     add("--take-over", action="store_true", help=takes)
-    add("--validator-script", type=path, metavar="FILE", help="another validator's program")
-    add = command("try", _try, "run a script that calls join() as all members of a network here")
+    add("--validator-script", type=path, metavar="FILE", help="program to run as the validator")
+    add = command("try", _try, "run a script that calls join() as every member of a network here")
     _add_try_options(add)
     _add_rules(made[-1], source="stdlib")
     made[-1].set_defaults(data_source="stdlib")
     at = (
-        "outer step from which the version holds [the newest one in the validator's run folder "
-        "next to the file, plus 2]"
+        "outer step from which the version is in force [the newest one in the validator's run "
+        "folder next to the file, plus 2]"
     )
     for name, run, about in (
         ("sign", signing.sign, "sign a changed file as the next version"),
@@ -168,12 +168,12 @@ def build_parser() -> Parser:
         add("--at", **outer_step, help=at)
     steps = "inner steps that the decay takes"
     add("--steps", type=inner_step, required=True, metavar="N", help=steps)
-    begins = "inner step of the network at which it begins [the one at the outer step of --at]"
+    begins = "inner step of the network at which the decay begins [the one reached at --at]"
     add("--from", type=inner_step, dest="begins", metavar="STEP", help=begins)
     add = command("show", _show, "verify a network's file and print its rules")
     add("place", type=text, help="file, its URL, or local")
-    add = command("audit", _of_chain, "compute again what a network has published")
-    add("place", type=text, help="folder of the founder, or the network's file")
+    add = command("audit", _of_chain, "recompute and check what a network has published")
+    add("place", type=text, help="the founder's folder, or the network's file")
     copy = "folder with a copy of the global bucket [the bucket itself]"
     add("--from", type=path, dest="source", metavar="COPY", help=copy)
     about = "continue from the weights of an earlier outer step"
@@ -181,10 +181,10 @@ def build_parser() -> Parser:
     add("folder", **of_init)
     to = "outer step to continue from, one whose weights the store has"
     add("--to", **outer_step, required=True, help=to)
-    about = "continue after the bucket was put back from a copy, or emptied"
+    about = "continue after the bucket was restored from a backup, or emptied"
     add = command("recover", _of_chain, about)
     add("folder", **of_init)
-    seen = "an outer step that a member has seen [what bucket, run folder and registry show]"
+    seen = "an outer step that a member has seen [what the bucket and this machine show]"
     add("--above", **outer_step, help=seen)
     for each in made:
         own: dict[str, Any] = {"nargs": "+", "default": [], "metavar": "MODULE"}
@@ -198,10 +198,10 @@ def _store(word: str) -> Any:
 
 
 def _assignment(word: str) -> tuple[str, Any]:
-    """Return the key and the value of ``KEY=VALUE``, the value as TOML reads it, else as text."""
+    """Return the key and the value of ``KEY=VALUE``; a value that is not TOML becomes a text."""
     key, equals, value = word.partition("=")
     if not equals or not key:
-        raise argparse.ArgumentTypeError(f"{word!r:.100} is no KEY=VALUE")
+        raise argparse.ArgumentTypeError(f"{word!r:.100} is not KEY=VALUE")
     try:
         return key, tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
@@ -209,7 +209,7 @@ def _assignment(word: str) -> tuple[str, Any]:
 
 
 def _show(options: argparse.Namespace) -> None:
-    """Print the line of a network, and each rule. Raises ConfigError."""
+    """Print a network's line and each of its rules. Raises ConfigError."""
     network = rules_at(options.place).network
     assert network is not None
     print(network.line)
@@ -218,7 +218,7 @@ def _show(options: argparse.Namespace) -> None:
 
 
 def _of_chain(options: argparse.Namespace) -> int:
-    from distributed_training import chain_command  # torch, which the others need not
+    from distributed_training import chain_command  # imports torch, which other commands can spare
 
     status: int = getattr(chain_command, options.command)(options)
     return status
@@ -260,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NetworkFileError as error:
         return exit_with(ConfigError(f"{error}, so nothing was signed: {error.remedy}"))
     except KeyboardInterrupt:
-        print("interrupted: give the same command again", file=sys.stderr)
+        print("interrupted: run the same command again", file=sys.stderr)
         return ExitStatus.INTERRUPTED
 
 

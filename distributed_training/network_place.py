@@ -1,6 +1,6 @@
-"""Find a network's file: at a path, or at an https URL with the last good copy behind it.
+"""Find a network's file: at a path, or at an https URL, with the last good copy as a fallback.
 
-What comes from a URL is bounded in bytes, seconds and redirects before it is read.
+A download is limited in bytes, seconds and redirects before its content is read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _ATTEMPTS, _FIRST_WAIT, _TIMEOUT = 3, 1.0, 10.0  # seconds
 _LONGEST = 30.0  # seconds for a whole reply with its redirects
 _MOST_REDIRECTS = 5
-_MOST_VERSIONS = 100  # versions between an invitation's and the newest
+_MOST_VERSIONS = 100  # most versions between the invitation's version and the newest one
 
 
 def read_network(
@@ -50,20 +50,21 @@ def read_network(
 ) -> Network:
     """Return the network of the file at ``place``: a path, an https URL, or a built-in's name.
 
-    A URL may end with ``#`` and the digest that the file must have; then, and if a copy says
-    whose file it is, http does as well.
+    A URL may end with ``#`` and the digest that the file must have. With such a digest, or with a
+    copy that says whose file it is, http is allowed too.
 
     Args:
+        place: The path, URL or name.
         keys: See :func:`parse`.
-        kept: Run folder, which may hold the copy of an earlier start from the same URL.
-        tell: Gets the one line that says that the copy is used.
+        kept: Run folder, which may hold the copy from an earlier start with the same URL.
+        tell: Is called with the one line that says that the copy is used.
 
-    A file of another founder than the copy's counts as no answer: whoever can write to that web
+    A file by another founder than the copy's counts as no answer: whoever can write to that web
     site must not move miners to a network of their own.
 
     Raises:
         NetworkFileError: The file is refused, or cannot be read.
-        NetworkAway: The URL does not answer, or not with such a file, and there is no copy.
+        NetworkAway: The URL does not answer, or answers with something else, and there is no copy.
     """
     if "://" not in place:
         path = BUILT_IN.get(place) or Path(os.path.expanduser(place))
@@ -75,26 +76,26 @@ def read_network(
         url = urlsplit("")
     if pinned and not re.fullmatch(r"[0-9a-f]{64}", pinned):
         raise NetworkFileError(
-            "what stands behind # is no digest of 64 letters and digits", "copy the line again"
+            "the part after # is not a digest of 64 letters and digits", "copy the line again"
         )
     copy = kept / KEPT
     # Read the copy before asking the URL, since its founder decides what counts as an answer.
     known = None
-    # There is no copy, or it is damaged (NetworkFileError is a ValueError).
+    # These errors mean that there is no copy, or a damaged one (NetworkFileError is a ValueError).
     with contextlib.suppress(OSError, ValueError):
         if (copy / "url").read_text(encoding="utf-8") == place:
             known = parse(read_text(copy / FILE), place=place, keys=keys)
     if known is not None and pinned not in ("", known.digest):
         known = None
-    # Anybody on the way can change what comes over http, so a digest or a copy has to say whose
-    # file it is.
+    # Anybody on the network path can change what comes over http, so a digest or a copy has to say
+    # whose file it is.
     safe = ("https", "http") if pinned or known is not None else ("https",)
     if url.scheme not in safe or "@" in url.netloc:
         raise NetworkFileError(
-            "it is no https:// URL without user and password",
-            "give a path or such a URL"
+            "it is not an https:// URL without user and password",
+            "use a path or such a URL"
             if url.scheme != "http"
-            else "give the whole invitation, whose part behind # is missing here, or a path",
+            else "use the whole invitation, whose part after # is missing here, or a path",
         )
     try:
         text = _fetch(place)
@@ -102,13 +103,13 @@ def read_network(
             is_one = "format" in tree_of(text)
         except NetworkFileError:
             is_one = False
-        if not is_one:  # such as a page for maintenance, or of a proxy
-            raise NetworkAway(f"what {place} answers is no network's file")
+        if not is_one:  # such as a maintenance page, or a proxy's page
+            raise NetworkAway(f"what {place} answers is not a network's file")
         found = parse(text, place=place, keys=keys)
         if pinned not in ("", found.digest) and not _descends(found, pinned, place, keys):
             raise NetworkFileError(
-                f"version {found.head.version} of {found.head.name}, which {place} answers, has "
-                f"the digest {found.digest[:12]}..., and expected is {pinned[:12]}...: its rules "
+                f"version {found.head.version} of {found.head.name}, from {place}, has the digest "
+                f"{found.digest[:12]}... instead of the expected {pinned[:12]}...: its rules "
                 "are not those of the invitation",
                 "ask the founder for a new invitation",
             )
@@ -116,7 +117,7 @@ def read_network(
         followed = founder if known is None else known.values["chain.master_hotkey"]
         if founder != followed:
             raise NetworkAway(
-                f"the network's file at {place} is another founder's ({founder}) than that "
+                f"the network's file at {place} is from another founder ({founder}) than the one "
                 f"of earlier starts ({followed}); to join that network, delete {copy}"
             )
         return found
@@ -130,8 +131,8 @@ def read_network(
 def _descends(found: Network, pinned: str, place: str, keys: Collection[str]) -> bool:
     """Return whether ``found`` is a later version of the file with the digest ``pinned``.
 
-    The versions between them lie next to the newest one, and each names the digest of the one
-    before. Raises NetworkAway.
+    The versions in between are published next to the newest one, and each version names the digest
+    of the previous one. Raises NetworkAway.
     """
     version = found
     for _ in range(_MOST_VERSIONS):
@@ -144,7 +145,7 @@ def _descends(found: Network, pinned: str, place: str, keys: Collection[str]) ->
             version = parse(text, place=url, keys=keys)
         except NetworkFileError:
             return False
-        # Another founder's file could name any version as the one before, also the invitation's.
+        # Another founder's file could name any version as its previous one, even the invitation's.
         same = version.values["run_id"] == found.values["run_id"]
         if not same or f"sha256:{version.digest}" != before:
             return False
@@ -154,19 +155,19 @@ def _descends(found: Network, pinned: str, place: str, keys: Collection[str]) ->
 
 
 def save_copy(network: Network, folder: Path) -> None:
-    """Keep a copy in the run folder, for a start at which the URL does not answer."""
+    """Keep a copy in the run folder, for a later start at which the URL does not answer."""
     if "://" not in network.place:
         return
     copy = folder / KEPT
     copy.mkdir(exist_ok=True)
-    # Write the URL last: until it is there, the rest does not count as a copy.
+    # Write the URL last: without it, the rest does not count as a copy.
     for name, text in {FILE: network.text, "url": network.place}.items():
         write_bytes(copy / name, text.encode())
 
 
 def _fetch(url: str) -> str:
-    """Return the text at ``url``, after up to three tries. Raises NetworkAway, NetworkFileError."""
-    import httpx  # here, since few starts fetch anything
+    """Return the text at ``url``, in up to three tries. Raises NetworkAway, NetworkFileError."""
+    import httpx  # imported here, since few starts fetch anything
 
     why = ""
     for attempt in range(_ATTEMPTS):
@@ -175,20 +176,20 @@ def _fetch(url: str) -> str:
         try:
             data = run_to_end(download(url))
             break
-        except TooLong as error:  # a page of something else
-            raise NetworkAway(f"what {url} answers is no network's file: {error}") from None
+        except TooLong as error:  # some other page
+            raise NetworkAway(f"what {url} answers is not a network's file: {error}") from None
         except httpx.HTTPStatusError as error:
             why = f"HTTP {error.response.status_code}"
         except TimeoutError:
-            why = f"no end of it within {_LONGEST:.0f} s"
+            why = f"not complete within {_LONGEST:.0f} s"
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             why = str(error) or type(error).__name__
     else:
         raise NetworkAway(f"the network's file at {url} does not answer ({why})")
     try:
         return decode_text(data)
-    except NetworkFileError as error:  # a page of something else
-        raise NetworkAway(f"what {url} answers is no network's file: {error}") from None
+    except NetworkFileError as error:  # some other page
+        raise NetworkAway(f"what {url} answers is not a network's file: {error}") from None
 
 
 async def download(url: str, *, most: int = LARGEST_FILE, seconds: float | None = None) -> bytes:
@@ -205,39 +206,39 @@ async def download(url: str, *, most: int = LARGEST_FILE, seconds: float | None 
             try:
                 place = urljoin(place, location)
                 parts = urlsplit(place)
-            except ValueError:  # httpx would take some of these for names
+            except ValueError:  # httpx would take some of these for host names
                 raise NetworkAway(f"{url} leads to {location!r:.200}, which is no URL") from None
             shown = repr(place)[1:201]
             # Demand https, because the signature does not say that the file is the newest.
             if parts.scheme != "https" or "@" in parts.netloc or not parts.hostname:
-                raise NetworkAway(f"{url} leads to {shown}, which anybody on the way writes")
-            # Check this before any request: a redirect of the founder's web site could make this
-            # machine ask its neighbours. An operator's own URL may be in the own network, and a
-            # proxy reaches no private address.
+                raise NetworkAway(f"{url} leads to {shown}, which anybody on the way can change")
+            # Check this before any request: a redirect by the founder's web site could make this
+            # machine send requests to its neighbours. An operator's own URL may be in their own
+            # network, and a proxy reaches no private address.
             if proxy_for(place) is None and is_inside(place) and not is_inside(url):
                 raise NetworkAway(
-                    f"{url} leads to {shown}, an internal address, so it was not asked"
+                    f"{url} leads to {shown}, an internal address, so it was not fetched"
                 )
-    raise NetworkAway(f"{url} leads on more than {_MOST_REDIRECTS} times")
+    raise NetworkAway(f"{url} redirects more than {_MOST_REDIRECTS} times")
 
 
 def _client(url: str) -> httpx.AsyncClient:
-    import httpx  # here, since few starts fetch anything
+    import httpx  # imported here, since few starts fetch anything
 
     how: dict[str, Any] = {"verify": certificates(), "timeout": _TIMEOUT}
     return httpx.AsyncClient(proxy=proxy_for(url), trust_env=False, **how)
 
 
 def certificates() -> ssl.SSLContext:
-    """Return the authorities that https servers are checked against. Raises NetworkFileError.
+    """Return a context with the authorities that https servers are checked against.
 
-    They are httpx's own, or those that SSL_CERT_FILE or SSL_CERT_DIR name.
+    They are httpx's own, or those that SSL_CERT_FILE or SSL_CERT_DIR name. Raises NetworkFileError.
     """
     import httpx
 
     try:
         return httpx.create_ssl_context()
-    except OSError as error:  # errors of ssl are OSErrors too
+    except OSError as error:  # ssl's errors are OSErrors too
         raise NetworkFileError(
             f"the certificates of SSL_CERT_FILE or SSL_CERT_DIR cannot be read ({error.strerror})",
             "correct that variable, or unset it",

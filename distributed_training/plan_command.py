@@ -1,11 +1,11 @@
-"""Plan a member of a network: bytes, hours, dollars, and whether the model fits.
+"""Plan a network's member: its bytes, hours and dollars, and whether the model fits.
 
     dt-plan --model 4b --gpu h100x8 --link 100/20 --peers 16
     dt-plan --network network.toml --gpu 4090x8 --link 500/50 --peers 8 --tokens 20e9
 
-It measures nothing. A GPU counts with 40 % of its peak: `make gpu`, or the first hour of a miner,
-gives the tokens per second for --speed. All members are taken to be alike. Exit status 1: the model
-does not fit, or its uploads come too late; 2: an argument cannot be used.
+It measures nothing. A GPU is assumed to reach 40 % of its peak; `make gpu`, or a miner's first
+hour, gives the tokens per second for --speed. All members are assumed to be alike. Exit status 1:
+the model does not fit, or its uploads come too late; 2: an argument cannot be used.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from distributed_training.protocol.metadata import with_rules
 from distributed_training.protocol.network_report import span
 
 _GPU = re.compile(r"([a-z0-9]+?)(?:x([1-9]\d?))?(?:x([1-9]\d{0,2}))?")
-_MFU = 0.4  # part of a card's peak if its speed is not given
+_MFU = 0.4  # fraction of a card's peak that it reaches, if its speed is not given
 _FLOPS = 6  # per parameter and token, forward and backward (arxiv.org/abs/2001.08361)
-_FROZEN_FLOPS = 4  # the same for a parameter that gets no gradient
-_VALIDATOR = 28  # bytes of a validator's host memory per parameter that is trained
-# Bytes of host memory of a rank or a validator for Python, torch, their buffers and the text.
+_FROZEN_FLOPS = 4  # the same, for a parameter that gets no gradient
+_VALIDATOR = 28  # bytes of a validator's host memory per trained parameter
+# Bytes of host memory that Python, torch, their buffers and the text need in a rank or a validator.
 _PROCESS = 1_000_000_000
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One copy of the model on each of ``machines``, over ``gpus`` of a ``card``."""
+    """One copy of the model on each of ``machines``, sharded over ``gpus`` of a ``card``."""
 
     card: Card
     gpus: int = 1
@@ -69,7 +69,7 @@ class Machine:
 
 
 def figures(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of a plan in seconds, bytes and dollars. Raises ConfigError."""
+    """Return a plan's figures in seconds, bytes and dollars. Raises ConfigError."""
     rules, shape, exchange = _rules_of(options)
     training, rounds = rules.training, rules.rounds
     machine, (down, up) = options.gpu, options.link
@@ -81,7 +81,7 @@ def figures(options: argparse.Namespace) -> dict[str, Any]:
     if founded:  # as dt-network init chooses them
         period = fitting_period(count, trained, rounds.codec, up) if exchange == "store" else period
         grace = grace_seconds(trained, rounds.codec, up, period=period) + average
-    # The arrangement that needs the least memory of a GPU.
+    # The arrangement that needs the least GPU memory.
     least = Arrangement(
         machine.gpus,
         1,
@@ -112,7 +112,7 @@ def figures(options: argparse.Namespace) -> dict[str, Any]:
         "step_seconds": training.local_batch_size_train_effective * length / speed,
         "tokens_per_second": speed,
         "device_bytes": device,
-        # All ranks read the file of a frozen base through host memory, and a script loads it there.
+        # All ranks read a frozen base's file through host memory, and a script loads it there.
         "host_bytes": host_memory(shape, least) + machine.gpus * _PROCESS + frozen_bytes,
         "disk_bytes": disk_space(shape, keep_checkpoints=2),
         "sent": sent + moves,
@@ -135,7 +135,7 @@ def figures(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def lines(plan: dict[str, Any], options: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Yield the rows that are printed."""
+    """Yield the rows to print."""
     card, members, period = options.gpu.card, options.peers, plan["period"]
     how = "--speed" if options.speed else f"{_MFU:.0%} of the peak, --speed"
     yield "inner step", f"{plan['step_seconds']:.1f} s ({how})"
@@ -144,7 +144,7 @@ def lines(plan: dict[str, Any], options: argparse.Namespace) -> Iterator[tuple[s
     host, disk = plan["host_bytes"] / 1e9, plan["disk_bytes"] / 1e9
     yield "host memory, disk", f"{host:.0f} GB, {disk:.0f} GB and up to 10 of data on each machine"
     steps, tokens = period / plan["step_seconds"], period * plan["tokens_per_second"]
-    yield "an outer step", f"{steps:,.0f} inner steps, {amount(tokens)} tokens of a member"
+    yield "an outer step", f"{steps:,.0f} inner steps, {amount(tokens)} tokens per member"
     yield "bytes of it", f"sends {size(plan['sent'])}, receives {size(plan['received'])}"
     late = "" if plan["in_time"] else ": too late to be merged; a longer --set round.period helps"
     yield "upload", f"{plan['upload_seconds']:,.0f} s of {plan['grace']:,.0f} s grace{late}"
@@ -171,7 +171,7 @@ def lines(plan: dict[str, Any], options: argparse.Namespace) -> Iterator[tuple[s
 
 
 def size(count: float) -> str:
-    """Return bytes in MB or GB."""
+    """Return a number of bytes in MB or GB, as text."""
     return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.2f} GB"
 
 
@@ -183,7 +183,7 @@ def machine_of(text: str) -> Machine:
     found = _GPU.fullmatch(text.lower())
     if found is None or found[1] not in CARDS:
         raise argparse.ArgumentTypeError(
-            f"{text!r:.60} is no GPU that is known, as in h100x8: {', '.join(CARDS)}"
+            f"{text!r:.60} is not a known GPU, as in h100x8: {', '.join(CARDS)}"
         )
     return Machine(CARDS[found[1]], int(found[2] or 1), int(found[3] or 1))
 
@@ -196,12 +196,12 @@ def link_of(text: str) -> tuple[float, float]:
         return convert(down), convert(up if slash else down)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
-            f"{text!r:.60} is no link in Mbit/s, as in 100/20 (down/up, each 0.001 to 1,000,000)"
+            f"{text!r:.60} is not a link in Mbit/s, like 100/20 (down/up, each 0.001 to 1,000,000)"
         ) from None
 
 
 def _rules_of(options: argparse.Namespace) -> tuple[Any, ModelShape, str]:
-    """Return settings, shape and exchange: of the network's file, or of a new network.
+    """Return the settings, the model's shape and the exchange of the network, or of a new one.
 
     Raises ConfigError.
     """
@@ -210,7 +210,7 @@ def _rules_of(options: argparse.Namespace) -> tuple[Any, ModelShape, str]:
     part, itemsize = None, 4
     if options.network is not None:
         rules = rules_at(options.network)
-        # The file for this machine has no more than the number of its parameters.
+        # The built-in network's file says nothing of its model but the number of parameters.
         like = rules.network.model or named_config("tiny")
         head = rules.network.head
         given, count = options.network, head.parameters
@@ -226,11 +226,11 @@ def _rules_of(options: argparse.Namespace) -> tuple[Any, ModelShape, str]:
         shape = ModelShape.from_config(like, count, part=part, itemsize=itemsize)
     except ValueError as error:
         raise ConfigError(
-            f"{given}: {error}, so nothing was planned: give --model with tiny, 125m, 1b, 4b or "
+            f"{given}: {error}, so nothing was planned: set --model to tiny, 125m, 1b, 4b or "
             "the config.json of a Llama-like model"
         ) from None
     if options.lora and options.network is None:
-        from distributed_training.training.lora import LORA, read_rules  # and torch
+        from distributed_training.training.lora import LORA, read_rules  # this imports torch
         from distributed_training.training.model import build_meta_model, count_parameters
 
         settings = read_rules(options.lora, like)
@@ -245,9 +245,9 @@ def build_parser() -> Parser:
     add, number = parser.add_argument, ranged(1.0, 1e18)
     of = parser.add_mutually_exclusive_group(required=True)
     of.add_argument(
-        "--model", type=argument(Text), help="a new network's: tiny, 125m, 1b, 4b or a config.json"
+        "--model", type=argument(Text), help="a new network's model: tiny, 125m, 1b, 4b or a file"
     )
-    of_file = "plan by this network's file"
+    of_file = "plan for this network's file"
     of.add_argument("--network", type=argument(Text), metavar="FILE|URL|NAME", help=of_file)
     of_lora = "adapters of a new network, as --lora of dt-network init; with --model [none]"
     add("--lora", type=argument(Text), default="", metavar="RULES", help=of_lora)
@@ -256,7 +256,7 @@ def build_parser() -> Parser:
     link = "network link of a member, in Mbit/s"
     add("--link", type=link_of, required=True, metavar="DOWN/UP", help=link)
     add("--peers", type=ranged(1, 4096), default=4, metavar="N", help="members, all alike [4]")
-    of_new = "how a new network exchanges; with --model [store]"
+    of_new = "exchange of a new network; with --model [store]"
     add("--exchange", choices=("store", "hivemind"), default="store", help=of_new)
     of_codec = "codec of a new network's uploads; with --model [4-bit]"
     add("--codec", type=argument(Text), default="4-bit", metavar="NAME", help=of_codec)
@@ -264,9 +264,9 @@ def build_parser() -> Parser:
     add("--plugins", nargs="+", default=[], metavar="MODULE", help=own)
     speed = f"tokens per second of a member [{_MFU * 100:.0f} %% of the GPUs' peak]"
     add("--speed", type=number, metavar="N", help=speed)
-    price = f"price of a GPU for an hour [the card's, of {PRICED}]"
+    price = f"price of a GPU per hour [the card's price of {PRICED}]"
     add("--price", type=ranged(0.0, 1e6), metavar="DOLLARS", help=price)
-    trained = f"tokens that all members train together [{TOKENS_A_PARAMETER} a parameter]"
+    trained = f"tokens that all members train on together [{TOKENS_A_PARAMETER} per parameter]"
     add("--tokens", type=number, metavar="N", help=trained)
     add("--json", action="store_true", help="print JSON, for programs")
     return parser

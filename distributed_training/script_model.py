@@ -15,11 +15,11 @@ def model_config(network: str | os.PathLike[str] | None = None) -> dict[str, Any
     """Return the content of the ``config.json`` of a network's model.
 
     Args:
-        network: File, URL or name, as for :func:`distributed_training.join`; None: as
-            ``miner.toml`` of the working folder says, which ``dt-join`` wrote.
+        network: File, URL or name, as for :func:`distributed_training.join`; None for the network
+            that ``miner.toml`` in the working folder names, which ``dt-join`` wrote.
 
     Raises:
-        ValueError: With one line, if there is no such network, or its file names no model.
+        ValueError: With one line, if there is no such network, or its file has no model.
 
     Examples:
         ```python
@@ -34,7 +34,7 @@ def model_config(network: str | os.PathLike[str] | None = None) -> dict[str, Any
     if not found:
         raise ConfigError(
             f"the file of {config.general.network} has no [model.config], so its model is not "
-            "known before it is joined: ask its founder for the config.json"
+            "known before joining it: ask its founder for the config.json"
         )
     return copy.deepcopy({key: value for key, value in found.items() if key != MODEL_RULES})
 
@@ -42,13 +42,13 @@ def model_config(network: str | os.PathLike[str] | None = None) -> dict[str, Any
 def lora_config(network: str | os.PathLike[str] | None = None) -> Any:
     """Return the ``peft.LoraConfig`` of a network that trains adapters, for ``get_peft_model``.
 
-    A script may set ``lora_dropout`` in it, which is its own affair.
+    A script may set ``lora_dropout`` in it as it likes: the network does not prescribe that.
 
     Args:
         network: As for :func:`model_config`.
 
     Raises:
-        ValueError: With one line, if there is no such network, or it trains no adapters.
+        ValueError: With one line, if there is no such network, or it does not train adapters.
 
     Examples:
         ```python
@@ -62,8 +62,8 @@ def lora_config(network: str | os.PathLike[str] | None = None) -> Any:
     config = _config_of(network)
     if config.network.head.kind != LORA:
         raise ConfigError(
-            f"the network of {config.general.network} trains no adapters, so there is no "
-            "configuration of them: train its model without"
+            f"the network of {config.general.network} does not train adapters, so they have no "
+            "configuration: train its model without them"
         )
     return peft_config(config.network.head.of_model({}))
 
@@ -71,13 +71,14 @@ def lora_config(network: str | os.PathLike[str] | None = None) -> Any:
 def tokenizer(network: str | os.PathLike[str] | None = None) -> Any:
     """Return a network's tokenizer, a ``tokenizers.Tokenizer``.
 
-    One that the founder has published is fetched into the run folder, with the member's wallet.
+    A tokenizer that the founder has published is fetched into the run folder, which needs the
+    member's wallet.
 
     Args:
         network: As for :func:`model_config`.
 
     Raises:
-        ValueError: With one line for what an operator has to change.
+        ValueError: With one line that says what an operator has to change.
         RuntimeError: If the registry, the store or the hub does not answer.
     """
     from tokenizers import Tokenizer

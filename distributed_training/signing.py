@@ -1,4 +1,4 @@
-"""Sign a network's file as its next version, after every check that a member's start makes."""
+"""Sign a network's file as its next version, after all checks that a member's start makes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from distributed_training.network import (
 )
 from distributed_training.registry.command import FIXED
 
-_HIGHEST_RATE = 0.1  # the highest learning rate of AdamW and Muon
+_HIGHEST_RATE = 0.1  # the highest sensible learning rate for AdamW and Muon
 
 
 def sign(options: argparse.Namespace, text: str | None = None) -> None:
     """Sign the file as its next version. Raises ConfigError.
 
-    ``text``: takes the place of the file's.
+    ``text``: what to sign instead of the file's text.
     """
     from distributed_training.chain.identity import load_wallet
 
@@ -52,8 +52,8 @@ def sign(options: argparse.Namespace, text: str | None = None) -> None:
     named = flat.get("chain.master_hotkey")
     if named != master.ss58:
         raise ConfigError(
-            f"{path} names the master {named} and the wallet in {wallets} is {master.ss58}, so "
-            "nothing was signed: put the master's there"
+            f"{path} names the master {named}, but the wallet in {wallets} is {master.ss58}, so "
+            "nothing was signed: put the master's wallet there"
         )
     if "model.config" in flat:
         model = {key.removeprefix("model."): flat[key] for key in flat if key.startswith("model.")}
@@ -69,21 +69,21 @@ def sign(options: argparse.Namespace, text: str | None = None) -> None:
 
 
 def decay(options: argparse.Namespace) -> None:
-    """Write the two keys into the file, and sign it as the next version. Raises ConfigError."""
+    """Write the two keys of the decay into the file, and sign it. Raises ConfigError."""
     path, begins = options.file, options.begins
     outer_step, inner_steps = _place_of_the_validator(path)
     text = read_text(path)
     flat = flatten(tree_of(text))
     before = flat.get("from_outer_step", 0)
     if not isinstance(before, int):
-        raise ConfigError(f"from_outer_step {before!r:.50} of {path} is no number: remove the line")
+        raise ConfigError(f"from_outer_step {before!r:.50} in {path} is no number: remove the line")
     at = _first_outer_step(options, outer_step, before)
     if begins is None and outer_step and inner_steps:
-        begins = round(inner_steps * max(1.0, at / outer_step))  # at the pace until now
+        begins = round(inner_steps * max(1.0, at / outer_step))  # at the pace so far
     if not begins:
         raise ConfigError(
             f"{path.absolute().parent / 'validator'} does not say at which inner step the network "
-            "is, so nothing was signed: give --from with total_inner_steps of the newest "
+            "is, so nothing was signed: set --from to total_inner_steps from the newest "
             "outer/N/manifest.json in the global bucket"
         )
     added = {"training.decay_from": begins, "training.decay_steps": options.steps}
@@ -91,29 +91,29 @@ def decay(options: argparse.Namespace) -> None:
     text = re.sub(r"(?m)^[ \t]*decay_(from|steps)[ \t]*=.*\n", "", text)
     lines = "".join(f"{key.partition('.')[2]} = {value}\n" for key, value in added.items())
     text = re.sub(r"(?m)^\[training\].*\n", lambda head: head[0] + lines, text, count=1)
-    # Compare the result, since patterns do not find every layout that TOML allows.
+    # Check the result, since the patterns do not match every layout that TOML allows.
     if flatten(tree_of(text)) != wanted:
         raise ConfigError(
-            f"{path} is not laid out as dt-network init writes it, so nothing was signed: write "
+            f"{path} is not laid out as dt-network init writes it, so nothing was signed: put "
             f"{' and '.join(f'{key} = {value}' for key, value in added.items())} into it, and run "
             "dt-network sign"
         )
     sign(options, text)
     print(
-        f"the learning rate falls to 0 from inner step {begins} of the network on, until "
+        f"the learning rate will fall to 0 from inner step {begins} of the network to inner step "
         f"{begins + options.steps}. Weights, outer step and the place in the schedule stay"
     )
 
 
 def _next_version(options: argparse.Namespace, flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the first lines by which a file follows the version before it. Raises ConfigError."""
+    """Return the first lines that make a file follow its previous version. Raises ConfigError."""
     path: Path = options.file
     folder = path.absolute().parent / VERSIONS
     kept = {int(p.stem): p for p in folder.glob("*.toml") if p.stem.isdecimal()}
     if not kept:
         if flat.get("version") != 1:
             raise ConfigError(
-                f"{path} is version {flat.get('version')} and {folder} has none before it, so "
+                f"{path} is version {flat.get('version')}, but {folder} has no earlier one, so "
                 "nothing was signed: restore that folder, or set version = 1 for a new network"
             )
         return dict.fromkeys(VERSION_KEYS) | {"version": 1}
@@ -127,35 +127,35 @@ def _next_version(options: argparse.Namespace, flat: Mapping[str, Any]) -> dict[
         ) from None
     if flat.get("exchange") != before.get("exchange"):
         raise ConfigError(
-            f"exchange is another one than in version {newest}, and members of the two cannot "
-            "meet, so nothing was signed: create that network with dt-network succeed"
+            f"exchange is not the one of version {newest}, and members of the two cannot "
+            "meet, so nothing was signed: create a new network with dt-network succeed"
         )
     apart = {*VERSION_KEYS, "signature"}
     changed = {k for k in flat.keys() | before.keys() if flat.get(k) != before.get(k)} - apart
     for key in sorted(filter(is_identity, changed)):
         raise ConfigError(
-            f"{key} is another one than in version {newest}, so this would be another network and "
-            "nothing was signed: create that one with dt-network init"
+            f"{key} differs from version {newest}, so this would be another network and "
+            "nothing was signed: create that network with dt-network init"
         )
     if flat.get("chain.kind") == "registry" and (fixed := changed & {*FIXED.values()}):
         raise ConfigError(
-            f"{min(fixed)} is another one than in version {newest}, and a registry keeps for good "
-            "what it was created with, so nothing was signed: set it back there"
+            f"{min(fixed)} differs from version {newest}, but a registry keeps for good what it "
+            "was created with, so nothing was signed: restore the old value"
         )
-    # Nothing would publish the new files, and members read those that they have.
+    # Nothing would publish the new files, and members would keep reading the files they have.
     if "data.files" in changed or ("data.files" in flat and "data.source" in changed):
         raise ConfigError(
-            f"the data are others than in version {newest}, and those of data.files are published "
-            "when a network is created, so nothing was signed: set data.source and data.files back "
-            "there, or continue with the new data by dt-network succeed"
+            f"the data differs from version {newest}, but data.files are published only when a "
+            "network is created, so nothing was signed: restore data.source and data.files, or "
+            "continue with the new data by dt-network succeed"
         )
     holds = before.get("from_outer_step", 0)
     if not changed and options.at in (None, holds):
         return {key: before.get(key) for key in VERSION_KEYS}
     if not changed and options.at > holds:
         raise ConfigError(
-            f"version {newest} has these rules and holds from outer step {holds} on, so one from "
-            f"{options.at} on would put nothing off and nothing was signed: take the change back "
+            f"version {newest} has these rules and is in force from outer step {holds} on, so one "
+            f"from {options.at} on would delay nothing and nothing was signed: undo the change "
             f"with --at {holds}, and make it again with --at {options.at}"
         )
     return {
@@ -166,33 +166,34 @@ def _next_version(options: argparse.Namespace, flat: Mapping[str, Any]) -> dict[
 
 
 def _first_outer_step(options: argparse.Namespace, now: int | None, before: int) -> int:
-    """Return the outer step from which a new version holds, as the one ``before`` it does.
+    """Return the outer step from which a new version is in force.
 
-    Raises ConfigError.
+    ``now``: the network's outer step, if known. ``before``: the outer step from which the previous
+    version is in force. Raises ConfigError.
     """
     if options.at is None and now is None:
         raise ConfigError(
             f"the validator's run folder is not next to {options.file}, so nothing was signed: "
-            "give --at with the outer step from which the new version is to hold, later than the "
-            "network's"
+            "set --at to the outer step from which the new version is to be in force, later than "
+            "the network's"
         )
     if options.at is None:
-        # A round may be under way, so begin two outer steps later, and not before the previous
-        # version begins.
+        # A round may be in progress, so start two outer steps later, and not before the previous
+        # version.
         return max(0 if now == -1 else int(now or 0) + 2, before)
     if now is not None and options.at <= now:
         raise ConfigError(
-            f"--at {options.at} is past, the network is at outer step {now}, so nothing was "
-            f"signed: give {now + 1} or later"
+            f"--at {options.at} is past: the network is at outer step {now}, so nothing was "
+            f"signed: choose {now + 1} or later"
         )
     return int(options.at)
 
 
 def _place_of_the_validator(path: Path) -> tuple[int | None, int | None]:
-    """Return outer step and inner steps of the newest global state that the founder's machine has.
+    """Return the outer step and inner steps of the newest global state on the founder's machine.
 
-    None if the validator's run folder next to the file does not say; outer step -1 if that
-    folder is as ``init`` made it.
+    Both are None if the validator's run folder next to the file does not say. The outer step is -1
+    if that folder is as ``init`` made it.
     """
     from distributed_training.store.bucket_reader import states
 
@@ -208,11 +209,11 @@ def _place_of_the_validator(path: Path) -> tuple[int | None, int | None]:
 
 
 def write_file(path: Path, text: str) -> Config:
-    """Write a network's file if its programs accept it.
+    """Write a network's file if the network's programs accept it.
 
-    Returns a miner's configuration by it. Raises ConfigError and keeps the old file.
+    Returns the configuration of a miner that uses it. If it raises ConfigError, the old file stays.
     """
-    # Write the trial next to the file, since a rename does not leave a disk.
+    # Write the trial file next to the file, since a rename works only within one disk.
     trial = path.with_name(f".{path.name}")
     write_bytes(trial, text.encode())
     try:
@@ -222,14 +223,14 @@ def write_file(path: Path, text: str) -> Config:
         name = {"adamw": "AdamW", "muon": "Muon"}.get(config.training.optimizer)
         if name and rate > _HIGHEST_RATE:
             problems.append(
-                f"training.learning_rate {rate} is above {_HIGHEST_RATE}, at which {name} trains "
-                "no model, so nothing was signed: give a rate such as 2.5e-4"
+                f"training.learning_rate {rate} is above {_HIGHEST_RATE}, with which {name} trains "
+                "no model, so nothing was signed: use a rate such as 2.5e-4"
             )
         if problems:
             raise ConfigError(problems[0])
         kept = path.absolute().parent / VERSIONS
         kept.mkdir(exist_ok=True)
-        # Keep the version first, or a missing one could be signed a second time.
+        # Write the copy first: a version without a copy could be signed a second time.
         write_bytes(kept / f"{config.network.head.version}.toml", text.encode())
         os.replace(trial, path)
     except ConfigError as error:

@@ -1,17 +1,17 @@
-"""Show whether the miners of this machine run and count, and how to help one that does not.
+"""Show whether this machine's miners run and their uploads count, and what to do if they do not.
 
     dt-status                        the miner of the settings here, and others below this folder
-    dt-status FOLDER...              those of these run folders, a row each if there are several
+    dt-status FOLDER...              the miners of these run folders, a row each if several
     dt-status --watch                again every 2 s; into a pipe or file: a line for each change
     dt-status --json                 one object per miner, each on a line, for programs
 
-Only files of the run folder are read, so it needs no port, works over ssh and under any load, and
-also while no miner runs. Exit status, of several miners the first that holds for one:
+It reads only files in the run folder, so it needs no port, works over ssh and under any load, and
+also while no miner runs. Exit status (for several miners, the first that applies to any of them):
 
     2    an argument or a folder cannot be used
-    1    an operator must act: the line ``do``
-    3    it does not run
-    0    its uploads count, or nothing is to be done
+    1    an operator must act, as the line ``do`` says
+    3    the miner does not run
+    0    its uploads count, or there is nothing to do
 
 For a single miner that does not run, the status is 3 even if an operator must act.
 """
@@ -46,9 +46,9 @@ from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.telemetry.run_state import LAUNCHER_FILE, is_run_folder, observe
 from distributed_training.telemetry.verdict import MUST_ACT, NOT_RUNNING, judge
 
-_SAME = 1.0  # seconds between a step's event and its fact
-_EVERY = 2.0  # seconds between two looks of --watch
-_TAIL = 2**20  # bytes of events, hours of inner steps
+_SAME = 1.0  # most seconds between a step's event and the same step in the facts
+_EVERY = 2.0  # seconds between two checks with --watch
+_TAIL = 2**20  # bytes of events to read, which are hours of inner steps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,19 +76,19 @@ def require_run_folder(folder: Path) -> Path:
     except OSError as error:
         closed = isinstance(error, PermissionError)
         raise ConfigError(
-            f"{folder} cannot be read ({error.strerror}), so nothing is known of its miner: "
+            f"{folder} cannot be read ({error.strerror}), so nothing is known about its miner: "
             + ("run this as the miner's user" if closed else _NAME_ONE)
         ) from None
     if not is_run_folder(folder):
-        raise ConfigError(f"no miner has run in {folder}, so nothing is known of one: {_NAME_ONE}")
+        raise ConfigError(f"no miner has run in {folder}, so there is nothing to show: {_NAME_ONE}")
     return folder
 
 
-_NAME_ONE = "give the run folder that the miner logs at its start"
+_NAME_ONE = "name the run folder that the miner logs at its start"
 
 
 def find_own() -> list[Path]:
-    """Return the run folder of the settings here, and those of miners below this folder.
+    """Return the run folder that the settings here name, and those of miners below this folder.
 
     Raises ConfigError if no miner has run.
     """
@@ -107,7 +107,7 @@ def find_own() -> list[Path]:
     if refused is not None:
         raise refused
     raise ConfigError(
-        f"no miner has run here ({own[0]} is not there; a start takes some seconds): {_NAME_ONE}"
+        f"no miner has run here ({own[0]} does not exist; a start takes seconds): {_NAME_ONE}"
     )
 
 
@@ -117,10 +117,10 @@ def find_own() -> list[Path]:
 def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
     """Return the facts about a miner; the keys are the keys of ``--json``.
 
-    Times are Unix seconds, sizes bytes; None: not known, or there is none.
+    Times are Unix seconds, sizes are bytes. A fact that is unknown or does not exist is None.
     """
     folder = neuron.folder
-    with contextlib.suppress(OSError):  # if the disk fails, the earlier events stay
+    with contextlib.suppress(OSError):  # if the disk fails, use the events read earlier
         neuron.poll()
     settings = read_settings(folder)
     facts = observe(folder, now)
@@ -169,7 +169,7 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
 
 
 def show(folders: Sequence[Path], *, as_json: bool, watch: bool) -> int:
-    """Print the state of each miner, again and again with ``watch``. Return the exit status."""
+    """Print the state of each miner, repeatedly with ``watch``. Return the exit status."""
     limit_resources()  # a file stays open for each folder
     neurons = [NeuronState(folder).catch_up(at_most=_TAIL) for folder in folders]
     redraws = watch and not as_json and sys.stdout.isatty()
@@ -193,14 +193,14 @@ def show(folders: Sequence[Path], *, as_json: bool, watch: bool) -> int:
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """Return a change in one line, for a log."""
+    """Return a changed state as one line, for a log."""
     at = datetime.fromtimestamp(row["time"]).astimezone().isoformat(" ", "seconds")
     do = f"; {row['remedy']}" if row["remedy"] else ""
     return printable(f"{at} {row['name']}: {row['verdict']}: {row['cause']}{do}")
 
 
 def text_of(row: dict[str, Any]) -> str:
-    """Return the state of one miner, one known fact a line."""
+    """Return the state of one miner, with one known fact per line."""
     now, uid = row["time"], "" if row["uid"] is None else f" (uid {row['uid']})"
     lines = [f"{row['name']}{uid}: {row['verdict'].upper()}", f"  {row['cause']}"]
     runs = _trains(row)
@@ -270,19 +270,19 @@ def _trains(row: dict[str, Any]) -> bool:
 
 
 def ago(at: float, now: float) -> str:
-    return f"{span(now - at)} ago" if at <= now else "just now"  # the clock may be set back
+    return f"{span(now - at)} ago" if at <= now else "just now"  # the clock may have been set back
 
 
 def when(at: float, now: float) -> str:
     if at <= now:
-        return f"due since {span(now - at)}"
+        return f"due for {span(now - at)}"
     with contextlib.suppress(ValueError, OverflowError, OSError):  # beyond any calendar
         return f"in {span(at - now)} ({datetime.fromtimestamp(at):%H:%M:%S})"
     return f"in {span(at - now)}"
 
 
 def printable(text: str) -> str:
-    """Return ``text`` without what a terminal would obey: parts of it came from the outside."""
+    """Return ``text`` without control characters, since parts of it came from outside."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 

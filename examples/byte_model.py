@@ -1,6 +1,6 @@
-"""A small model of bytes, its text and its held-out loss, for the workers of ``compare.py``.
+"""A small byte-level model, its text and its held-out loss, for the workers of ``compare.py``.
 
-All models train at once, stacked along the first dimension, so each operation serves all of them.
+All models train at once, stacked along the first dimension, so each operation works on all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CPU = torch.device("cpu")
 
 
 def text(place: Path | None = None) -> Tensor:
-    """Return the bytes of a file, or of all files below a folder; None: Python's own library.
+    """Return the bytes of a file, or of all files below a folder; by default, Python's library.
 
     Files whose names end in ``.xz`` are unpacked.
     """
@@ -60,7 +60,7 @@ def losses(weights: Weights, tokens: Tensor) -> Tensor:
     x = weights["bytes"][every, tokens[..., :-1]] + weights["places"].unsqueeze(1)
     x = x.view(models, -1, width)
     size = 64 if width % 512 == 0 else WIDTH // HEADS
-    # Without a dimension for the models: fused attention takes four of them.
+    # Leave out the dimension of the models, since fused attention takes only four dimensions.
     heads = (models * batch, context, width // size, size)
     for layer in range(sum(name.endswith(".mixed") for name in weights)):
         normed = F.layer_norm(x, (width,))
@@ -79,7 +79,7 @@ def losses(weights: Weights, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def held_out_losses(weights: Weights, data: Tensor | None = None) -> list[float]:
-    """Return each model's loss on ``data``; None: on the text that none trains on."""
+    """Return each model's loss on ``data``; by default, on the text that no model trains on."""
     models, context = weights["bytes"], weights["places"].shape[-2]
     data = text()[:HELD_OUT_BYTES] if data is None else data
     places = torch.linspace(0, len(data) - context - 1, BATCH * HELD_OUT_BATCHES).long()
@@ -88,6 +88,6 @@ def held_out_losses(weights: Weights, data: Tensor | None = None) -> list[float]
 
 
 def stack(starts: Sequence[Weights], workers: int, device: torch.device = _CPU) -> Weights:
-    """Return the weights of the ``workers`` of each network, which begin at ``starts``."""
+    """Return the stacked weights of each network's ``workers``, which begin with ``starts``."""
     stacked = {n: torch.stack([s[n] for s in starts for _ in range(workers)]) for n in starts[0]}
     return {name: each.to(device).requires_grad_() for name, each in stacked.items()}

@@ -1,17 +1,17 @@
-"""Compare outer rules: held-out loss against bytes and time, several seeds, picture, table, JSON.
+"""Compare outer rules by held-out loss, bytes and time over several seeds: picture, table, JSON.
 
-    python examples/compare.py                       seven minutes of a core
-    python examples/compare.py nesterov my_rule.py   one of a file, next to the network's own
-    python examples/compare.py nesterov:lr=0.4 my_rule.py:lr=1.6,mu=0    each at rates of its own
+    python examples/compare.py                       takes seven minutes on one core
+    python examples/compare.py nesterov my_rule.py   a rule from a file, next to the network's own
+    python examples/compare.py nesterov:lr=0.4 my_rule.py:lr=1.6,mu=0    each at its own rates
     python examples/compare.py my_rule.py --sweep 0.4,0.8,1.6            each at several rates
     python examples/compare.py --speeds 1,1,0.5 --lost 0.1    unequal workers, uploads that are lost
-    python examples/compare.py my_rule.py --subnet   the same in real processes; one of them is
-                                                     killed each minute, behind thin network links
+    python examples/compare.py my_rule.py --subnet   the same in real processes with slow network
+                                                     links; one of them is killed every minute
 
-A rule is a name, or a file that registers one (docs/research.md). Four workers train a byte model
-of 115,000 parameters in this process. What they exchange is encoded, clipped, merged and applied by
-the program's own code. The baseline is one worker that exchanges nothing. All rules see the same
-batches. ``--subnet`` needs root, for the network namespaces of bench.exchange.
+A rule is a name, or a file that registers a rule (docs/research.md). Four workers train a byte
+model of 115,000 parameters in this process. The program's own code encodes, clips, merges and
+applies what they exchange. The baseline is one worker that exchanges nothing. All rules see the
+same batches. ``--subnet`` needs root, for the network namespaces of bench.exchange.
 """
 
 from __future__ import annotations
@@ -88,15 +88,15 @@ ROOT = Path(__file__).resolve().parent.parent
 RULES = ROOT / "examples" / "rules"
 DEFAULT = ("nesterov", f"{RULES / 'sparse_uploads.py'}:lr=3,mu=0", str(RULES / "pairs.py"))
 BASELINE = "one worker"
-WORKERS = 4  # of each rule and seed
-RATE, WARMUP = 1e-3, 30  # of AdamW; inner steps
+WORKERS = 4  # workers for each rule and seed
+RATE, WARMUP = 1e-3, 30  # learning rate of AdamW; inner steps of its warm-up
 SUBNET_PERIOD, SUBNET_STEPS, KILL_EVERY = 80, 5, 60.0  # seconds, outer steps, seconds
 
 
 class Inner:
-    """AdamW over all models at once. A slow worker takes a share of the steps and rests between.
+    """AdamW over all models at once. A slow worker takes only a share of the steps.
 
-    ``speeds``: that share, of the models in turn.
+    ``speeds``: that share, for the models in turn.
     """
 
     def __init__(self, weights: Weights, speeds: Sequence[float] = (1.0,)) -> None:
@@ -105,7 +105,7 @@ class Inner:
         self._adam = torch.optim.AdamW(weights.values(), lr=RATE, betas=betas, weight_decay=0.1)
 
     def step(self, number: int, tokens: Tensor) -> None:
-        """Take inner step ``number``, from 1, of each model."""
+        """Take inner step ``number``, which counts from 1, for each model."""
         models = len(tokens)
         self._adam.param_groups[0]["lr"] = RATE * min(1.0, number / WARMUP)
         speeds = [self._speeds[model % len(self._speeds)] for model in range(models)]
@@ -119,7 +119,7 @@ class Inner:
                 each[rests] = before
 
     def _tensors(self) -> Iterator[Tensor]:
-        """Yield weights and averages, whose first dimension is the models'."""
+        """Yield weights and AdamW's averages, whose first dimension is that of the models."""
         for weight in self._weights.values():
             state = self._adam.state[weight]
             yield from (weight.data, *(state[n] for n in ("exp_avg", "exp_avg_sq") if n in state))
@@ -127,13 +127,13 @@ class Inner:
 
 @dataclass
 class Ruled:
-    """The rounds of one store network by any outer rule, whose uploads may be lost.
+    """The rounds of one store network with any outer rule; its uploads may be lost.
 
     Uploads and updates are the program's own files (``protocol/update_file.py``), merged as a
-    validator merges them (``validator/merge.py``). There is one state for all; with a rule of
-    groups each worker has one. Where a rule selects what is sent, an upload counts as long as zlib
-    makes it. ``judged``: the text that uploads are judged on. ``sent`` and ``received``: bytes of
-    one worker in all outer steps.
+    validator merges them (``validator/merge.py``). All workers share one state; with a rule that
+    forms groups, each worker has its own. If a rule selects what is sent, an upload's size is its
+    size after zlib. ``judged``: the text that uploads are judged on. ``sent`` and ``received``:
+    bytes of one worker in all outer steps.
     """
 
     rule: Rule
@@ -143,9 +143,9 @@ class Ruled:
     judged: Tensor
     sent: float = 0.0
     received: float = 0.0
-    residuals: dict[int, Sequence[Tensor]] = field(default_factory=dict)  # by worker
+    residuals: dict[int, Sequence[Tensor]] = field(default_factory=dict)  # worker -> residual
     states: list[OuterState] = field(default_factory=list)
-    norms: list[list[float]] = field(default_factory=list)  # of an outer step, as merged
+    norms: list[list[float]] = field(default_factory=list)  # norms merged in each outer step
 
     def __post_init__(self) -> None:
         if OUTER_RULES[self.rule.name].groups is not None:
@@ -158,7 +158,7 @@ class Ruled:
     def exchange_and_carry(
         self, own: Sequence[Tensor], folder: Path, outer_step: int, lost: Collection[int]
     ) -> list[Tensor]:
-        """Take an outer step; return the workers' weights: what was lost is on top of the new."""
+        """Take an outer step; return the workers' weights, with lost training added to the new."""
         before = [self.state_of(worker) for worker in range(self.workers)]
         uploads = {
             worker: self.upload(worker, [each[worker] for each in own], folder, outer_step)
@@ -180,9 +180,9 @@ class Ruled:
         return found
 
     def merge_all(self, uploads: Sequence[UpdateFile], folder: Path, outer_step: int) -> None:
-        """Clip uploads as a validator does, and judge them for a rule that merges by that."""
+        """Clip uploads as a validator does, and judge them if the rule merges by judgements."""
         facts, norms = list[UploadFacts](), [norm_of(upload) for upload in uploads]
-        found = [Measured(norm, 1.0, 0.0) for norm in norms]  # all gain the same
+        found = [Measured(norm, 1.0, 0.0) for norm in norms]  # as if all gained the same
         past = [Measured(norm, 1.0, 0.0) for some in self.norms[-HISTORY:] for norm in some]
         longest = longest_norm([*past, *found], [])
         factors = [clip_factor(norm, longest) for norm in norms]
@@ -203,7 +203,7 @@ class Ruled:
     def upload(
         self, worker: int, weights: Sequence[Tensor], folder: Path, outer_step: int
     ) -> UpdateFile:
-        """Write one worker's upload as a member does; keep what it left out."""
+        """Write one worker's upload as a member does; keep what the upload left out."""
         rule = OUTER_RULES[self.rule.name]
         moved = [s - w for s, w in zip(self.state_of(worker).weights, weights, strict=True)]
         if (residual := self.residuals.get(worker)) is not None:
@@ -230,7 +230,7 @@ class Ruled:
         return UpdateLayout.of(list(zip(self.names, shapes, strict=True)), header)
 
     def _gains(self, uploads: Sequence[UpdateFile], data: Tensor) -> list[float]:
-        """Return by how much each upload lowers the loss on ``data``, in nats per byte."""
+        """Return how much each upload lowers the loss on ``data``, in nats per byte."""
         stacked = {
             name: torch.stack(
                 [weight, *(weight - upload.decode(name, weight.shape) for upload in uploads)]
@@ -243,7 +243,7 @@ class Ruled:
     def _average(
         self, before: Sequence[OuterState], group: Sequence[int], uploads: Sequence[UpdateFile]
     ) -> None:
-        """Take the outer step of each member of one group: they send each other all of it."""
+        """Take the outer step of each member of one group, who send each other everything."""
         step = OUTER_RULES[self.rule.name].step
         lr, mu = self.rule.learning_rate, self.rule.mu
         starts, gradients = [], []
@@ -270,7 +270,7 @@ class Ruled:
 
 @dataclass
 class Curve:
-    """A rule, None for the baseline, after each outer step: bytes per parameter, losses by seed."""
+    """The results of a rule (None: the baseline) by outer step: bytes per parameter, losses."""
 
     label: str
     rule: Rule | None
@@ -279,7 +279,7 @@ class Curve:
     losses: list[list[float]] = field(default_factory=list)
 
     def hours(self, options: argparse.Namespace) -> list[float]:
-        """Return when each outer step was taken by a worker that waits while it sends."""
+        """Return the hour at which a worker that waits while it sends has taken each outer step."""
         down, up = (each * 1e6 / 8 for each in options.link)
         trained = options.steps * options.step_seconds
         return [
@@ -291,7 +291,7 @@ class Curve:
 def batches(data: Tensor, options: argparse.Namespace) -> Iterator[Tensor]:
     """Yield the tokens of each inner step, (seeds x workers, batch, context + 1).
 
-    Each seed has its own order, the same for all rules and for any number of seeds.
+    Each seed has its own order, which is the same for all rules and for any number of seeds.
     """
     orders = [options.order_seed + seed * options.vary_order for seed in range(options.seeds)]
     generators = [torch.Generator().manual_seed(order) for order in orders]
@@ -302,11 +302,11 @@ def batches(data: Tensor, options: argparse.Namespace) -> Iterator[Tensor]:
 
 
 def train(curves: Sequence[Curve], options: argparse.Namespace, save: Callable[[], None]) -> None:
-    """Train the workers of each rule and each seed; ``save`` after each outer step."""
+    """Train the workers of each rule and each seed; call ``save`` after each outer step."""
     data = text(options.text)
     held, rest = data[:HELD_OUT_BYTES], data[HELD_OUT_BYTES:]
     if len(rest) < HELD_OUT_BYTES:
-        raise ConfigError(f"--text has {len(data)} bytes: give at least {2 * HELD_OUT_BYTES}")
+        raise ConfigError(f"--text has {len(data)} bytes: it needs at least {2 * HELD_OUT_BYTES}")
     sizes = options.width, options.layers, options.context
     places = [options.weights_seed + s * options.vary_weights for s in range(options.seeds)]
     starts = [initial(seed, *sizes) for seed in places]
@@ -328,7 +328,7 @@ def train(curves: Sequence[Curve], options: argparse.Namespace, save: Callable[[
                 tokens = next(fed).to(options.device).repeat(len(curves), 1, 1)
                 inner.step((outer_step - 1) * options.steps + number, tokens)
             lost = [w for w in range(options.workers) if drawn.random() < options.lost]
-            lost = lost[: options.workers - 1]  # somebody's upload comes
+            lost = lost[: options.workers - 1]  # at least one upload arrives
             with torch.no_grad():
                 place = Path(folder), outer_step, lost, held
                 found = [
@@ -349,7 +349,7 @@ def _take(
     network: Ruled | None, first: int, weights: Weights, folder: Path, outer_step: int,
     lost: Sequence[int], held: Tensor,
 ) -> float:  # fmt: skip
-    """Take the outer step of one network; return the mean held-out loss of what members hold."""
+    """Take the outer step of one network; return the mean held-out loss of its states."""
     if network is None:
         return held_out_losses({n: w[first : first + 1] for n, w in weights.items()}, held)[0]
     mine = slice(first, first + network.workers)
@@ -363,7 +363,7 @@ def _take(
 
 
 def write(curves: Sequence[Curve], options: argparse.Namespace) -> None:
-    """Write everything that is known until here, whole at each moment."""
+    """Write everything known so far, so that the file is complete at any time."""
     git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     plain = {name: value for name, value in vars(options).items() if name != "rules"}
@@ -382,7 +382,7 @@ def write(curves: Sequence[Curve], options: argparse.Namespace) -> None:
 
 
 def draw(curves: Sequence[Curve], options: argparse.Namespace) -> None:
-    """Write the picture: a line is the mean of the seeds, the area around it their range."""
+    """Draw the picture: a line is the mean of the seeds, and the area around it their range."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -421,7 +421,7 @@ def draw(curves: Sequence[Curve], options: argparse.Namespace) -> None:
 
 
 def tell(curves: Sequence[Curve], options: argparse.Namespace) -> None:
-    """Print the table of the last outer step, and each rule's best rates where it has several."""
+    """Print a table of the last outer step, and the best rates of each rule that has several."""
     first = statistics.mean(curves[0].losses[-1])
     rows = []
     for curve in curves:
@@ -432,7 +432,7 @@ def tell(curves: Sequence[Curve], options: argparse.Namespace) -> None:
         rows.append((curve.label, *moved, f"{curve.hours(options)[-1]:.1f}", *shown, apart))
     seeds = [f"seed {seed}" for seed in range(options.seeds)]
     table(("rule", "sent", "received", "hours", *seeds, "against the first"), rows)
-    print("sent, received: bytes per parameter, of a worker in an outer step")
+    print("sent, received: bytes per parameter, for one worker in one outer step")
     for name in dict.fromkeys(c.rule.name for c in curves if c.rule is not None):
         of_rule = [c for c in curves if c.rule is not None and c.rule.name == name]
         best = min(of_rule, key=lambda curve: statistics.mean(curve.losses[-1]))
@@ -441,12 +441,12 @@ def tell(curves: Sequence[Curve], options: argparse.Namespace) -> None:
 
 
 def run_subnets(names: Sequence[str]) -> int:
-    """Run each rule in a local subnet whose miners are killed, behind thin network links."""
+    """Run each rule in a local subnet with slow network links, whose miners are killed."""
     from bench import exchange as measured
 
     for name in names:
         outer_rule_of(TrainingSettings(outer_rule=name), "store")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing is left behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit with all clean-up
     rows = []
     for name in names:
         with tempfile.TemporaryDirectory(prefix="compare-") as folder:
@@ -470,13 +470,13 @@ def run_subnets(names: Sequence[str]) -> int:
 def curves_of(options: argparse.Namespace) -> list[Curve]:
     """Return an empty curve for each rule and rate, and the baseline. Raises ConfigError."""
     found: dict[str, Curve] = {}
-    find = functools.cache(find_rule)  # a file is imported once, and may be given at several rates
+    find = functools.cache(find_rule)  # import a file only once, even if it has several rates
     for given in options.rules:
         place, _, rates = given.partition(":")
         name, own = find(place), dict[str, float]()
         for rate in filter(None, rates.split(",")):
             if not (written := re.fullmatch(r"(lr|mu)=(\d+\.?\d*|\.\d+)", rate)):
-                raise ConfigError(f"{given}: rates are written NAME:lr=0.8,mu=0.9")
+                raise ConfigError(f"{given}: write rates as in NAME:lr=0.8,mu=0.9")
             own[written[1]] = float(written[2])
         outer_rule_of(TrainingSettings(outer_rule=name), None)
         several = [own["lr"]] if "lr" in own else options.sweep or [options.outer_learning_rate]
@@ -505,36 +505,36 @@ def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
     add = arguments.add_argument
     add("--seeds", type=int, default=3)
     add("--rounds", type=int, default=20)
-    add("--steps", type=int, default=30, help="inner steps of a round")
+    add("--steps", type=int, default=30, help="inner steps in a round")
     add("rules", nargs="*", default=DEFAULT, metavar="NAME|FILE.py[:lr=X,mu=X]")
-    add("--workers", type=int, default=WORKERS, help=f"of each rule and seed [{WORKERS}]")
-    add("--outer-learning-rate", type=float, default=0.8, help="of rules without an own one [0.8]")
-    add("--outer-momentum", type=float, default=0.9, help="of rules without an own one [0.9]")
+    add("--workers", type=int, default=WORKERS, help=f"workers for each rule and seed [{WORKERS}]")
+    add("--outer-learning-rate", type=float, default=0.8, help="for rules that set no rate [0.8]")
+    add("--outer-momentum", type=float, default=0.9, help="for rules that set no momentum [0.9]")
     add("--sweep", type=numbers(0, 1e3), help="outer learning rates: each rule is run at each")
     add("--no-baseline", dest="baseline", action="store_false", help="without the one worker")
-    add("--speeds", type=numbers(0, 1), default=[1.0], help="of the workers, as 1,1,0.5 [1]")
-    add("--lost", type=float, default=0.0, help="share of the uploads that do not come [0]")
-    add("--weights-seed", type=int, default=0, help="of the first seed's weights [0]")
-    add("--order-seed", type=int, default=1, help="of the first seed's order of the text [1]")
+    add("--speeds", type=numbers(0, 1), default=[1.0], help="workers' speeds, as 1,1,0.5 [1]")
+    add("--lost", type=float, default=0.0, help="share of the uploads that are lost [0]")
+    add("--weights-seed", type=int, default=0, help="seed of the first weights [0]")
+    add("--order-seed", type=int, default=1, help="seed of the first order of the text [1]")
     add("--vary", choices=("both", "weights", "order"), default="both", help="by seed [both]")
-    add("--text", type=Path, help="a file, or a folder of files, [Python's own library]")
+    add("--text", type=Path, help="a file, or a folder of files [Python's own library]")
     sizes = {"width": WIDTH, "layers": LAYERS, "context": CONTEXT, "batch": BATCH}
     for size, usual in sizes.items():
         add(f"--{size}", type=int, default=usual, help=f"of the model [{usual}]")
-    add("--device", default="cpu", help="for inner steps, as cuda [cpu]")
-    add("--parameters", type=float, default=1e9, help="of the model that bytes and hours are for")
+    add("--device", default="cpu", help="for inner steps, such as cuda [cpu]")
+    add("--parameters", type=float, default=1e9, help="of the model to show bytes and hours for")
     of_link = numbers(1e-3, 1e6, "/")
     add("--link", type=of_link, default=[100, 20], metavar="DOWN/UP", help="Mbit/s [100/20]")
     add("--step-seconds", type=float, default=5.0, help="of an inner step of that model [5]")
     add("--picture", type=Path, default=Path("compare.png"), help="[compare.png]")
-    add("--out", type=Path, default=Path("compare.json"), help="written as it goes [compare.json]")
-    add("--subnet", action="store_true", help="real processes, kills and thin network links")
+    add("--out", type=Path, default=Path("compare.json"), help="results in JSON [compare.json]")
+    add("--subnet", action="store_true", help="real processes, kills and slow network links")
     options = arguments.parse_args(argv)
     counts = options.workers, options.seeds, options.rounds, options.steps, options.layers
     if min(*counts, options.context, options.batch) < 1 or options.width % 16 or options.width < 16:
-        arguments.error("sizes are 1 at the least, and the width is a multiple of 16")
+        arguments.error("sizes must be at least 1, and the width must be a multiple of 16")
     if not 0 <= options.lost < 1:
-        arguments.error("--lost is a share from 0 to below 1")
+        arguments.error("--lost must be a share from 0 to below 1")
     for place in (options.picture, options.out):
         if not place.absolute().parent.is_dir():
             arguments.error(f"there is no folder for {place}")
@@ -555,15 +555,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             train(curves, options, lambda: write(curves, options))
         except KeyboardInterrupt:
-            print("interrupted: what is below is of the outer steps until here", file=sys.stderr)
+            print("interrupted: the results are of the outer steps so far", file=sys.stderr)
     except ConfigError as error:
         return exit_with(error)
     except (OSError, subprocess.CalledProcessError) as error:
         if not options.subnet:
             raise
         print(
-            f"error: no machines with network links of their own can be made here ({error}), so "
-            'nothing was compared: be root, or try make run ARGS="--exchange store --outer-rule '
+            f"error: machines with their own network links cannot be made here ({error}), so "
+            'nothing was compared: run as root, or make run ARGS="--exchange store --outer-rule '
             f'{options.rules[0]}"',
             file=sys.stderr,
         )

@@ -2,10 +2,10 @@
 
     python examples/join.py NETWORK [TEXT ...]
 
-NETWORK is the network's file, URL or name, TEXT files of your own; without them the network gives
-the text. Run it where ``miner.toml`` is, which ``dt-join`` wrote. The lines marked ``# network``
-are all that a loop needs for it. Ctrl-C ends it. The same command continues with the weights of the
-network's run folder and with the optimizer's state, which the loop saves itself.
+NETWORK is the network's file, URL or name; TEXT is files of your own, without which the network
+provides the text. Run it in the folder with the ``miner.toml`` that ``dt-join`` wrote. The lines
+marked ``# network`` are all that a loop needs to join. Ctrl-C ends it. The same command continues
+with the weights in the run folder and with the optimizer's state, which the loop saves itself.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import distributed_training  # network
 
-LENGTH, BATCH = 256, 4  # tokens of a sequence, sequences of a step
+LENGTH, BATCH = 256, 4  # tokens in a sequence, sequences in a step
 STATE = Path("optimizer.pt")
 
 
 def make_model(network: str) -> Any:
-    """Return the model of a network's file, with random weights."""
+    """Return the model that a network's file describes, with random weights."""
     config = AutoConfig.for_model(**distributed_training.model_config(network))  # network
     return AutoModelForCausalLM.from_config(config)
 
 
 def batches(network: str, files: Sequence[str]) -> Iterator[Tensor]:
-    """Yield int64 (BATCH, LENGTH) of random places of the files, without an end."""
+    """Yield int64 (BATCH, LENGTH) from random places in the files, endlessly."""
     text = "\n".join(Path(file).read_text() for file in files)
     tokens = torch.tensor(distributed_training.tokenizer(network).encode(text).ids)
-    torch.seed()  # without it each start takes the same places
+    torch.seed()  # without it, each start would take the same places
     while True:
         starts = torch.randint(len(tokens) - LENGTH, (BATCH, 1))
         yield tokens[starts + torch.arange(LENGTH)]
@@ -60,7 +60,7 @@ def main(network: str, files: Sequence[str], steps: int | None = None) -> None:
             print(f"loss {loss.item():.3f}", flush=True)
             if step % 20 == 0:
                 torch.save(optimizer.state_dict(), "optimizer.new")
-                os.replace("optimizer.new", STATE)  # whole, wherever a kill hits
+                os.replace("optimizer.new", STATE)  # complete, whenever the process is killed
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     accelerate launch --multi_gpu --num_processes 2 join_accelerate.py NETWORK BASE TEXT ...
 
-BASE is the folder or the name of the base that the network adapts, TEXT files of your own. The
-lines marked ``# network`` are all that a script needs for it. Only the first process talks to the
+BASE is the folder or the name of the base that the network adapts; TEXT is files of your own. The
+lines marked ``# network`` are all that a script needs to join. Only the first process talks to the
 network. With ``ACCELERATE_USE_CPU=1`` before the command it runs without GPUs. The same command
 continues, with the optimizer's state, which the loop saves itself.
 """
@@ -24,15 +24,15 @@ from transformers import AutoModelForCausalLM
 
 import distributed_training  # network
 
-LENGTH, BATCH = 256, 2  # tokens of a sequence, sequences of a process's micro-batch
+LENGTH, BATCH = 256, 2  # tokens in a sequence, sequences in a process's micro-batch
 STATE = Path("optimizer.pt")
 
 
 def batches(tokenizer: Any, files: Sequence[str]) -> Iterator[Tensor]:
-    """Yield int64 (BATCH, LENGTH) of random places of the files, others in each process."""
+    """Yield int64 (BATCH, LENGTH) from random places in the files, different in each process."""
     text = "\n".join(Path(file).read_text() for file in files)
     tokens = torch.tensor(tokenizer.encode(text).ids)
-    torch.seed()  # without it all processes take the same places
+    torch.seed()  # without it, all processes would take the same places
     while True:
         starts = torch.randint(len(tokens) - LENGTH, (BATCH, 1))
         yield tokens[starts + torch.arange(LENGTH)]
@@ -61,7 +61,7 @@ def main(network: str, base: str, files: Sequence[str]) -> None:
             accelerator.print(f"loss {loss.item():.3f}", flush=True)
             if accelerator.is_main_process and net.inner_step % 20 == 0:
                 torch.save(optimizer.state_dict(), "optimizer.new")
-                os.replace("optimizer.new", STATE)  # whole, wherever a kill hits
+                os.replace("optimizer.new", STATE)  # complete, whenever the process is killed
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Train adapters with PEFT and a ``Trainer`` of Lightning, as a member of a network.
+"""Train adapters with PEFT and a Lightning ``Trainer``, as a member of a network.
 
     python examples/join_lightning.py NETWORK BASE TEXT ...
 
-BASE is the folder or the name of the base that the network adapts, TEXT files of your own. The
-lines marked ``# network`` are all that a script needs for it. Lightning keeps its own checkpoints
+BASE is the folder or the name of the base that the network adapts; TEXT is files of your own. The
+lines marked ``# network`` are all that a script needs to join. Lightning keeps its own checkpoints
 in ``lightning/`` and resumes from the last one. It needs ``pip install lightning``.
 """
 
@@ -25,18 +25,18 @@ from transformers import AutoModelForCausalLM
 import distributed_training  # network
 from distributed_training.lightning import LightningCallback  # network
 
-LENGTH, BATCH = 256, 2  # tokens of a sequence, sequences of a micro-batch
+LENGTH, BATCH = 256, 2  # tokens in a sequence, sequences in a micro-batch
 
 
 class Windows(IterableDataset[Tensor]):
-    """Random places of the files, int64 (LENGTH,), without an end."""
+    """Endless text from random places in the files, int64 (LENGTH,)."""
 
     def __init__(self, tokenizer: Any, files: Sequence[str]) -> None:
         text = "\n".join(Path(file).read_text() for file in files)
         self._tokens = torch.tensor(tokenizer.encode(text).ids)
 
     def __iter__(self) -> Iterator[Tensor]:
-        torch.seed()  # without it each start takes the same places
+        torch.seed()  # without it, each start would take the same places
         while True:
             start = int(torch.randint(len(self._tokens) - LENGTH, ()))
             yield self._tokens[start : start + LENGTH]

@@ -2,9 +2,10 @@
 
     python examples/join_trainer.py NETWORK BASE TEXT ...
 
-BASE is the folder or the name of the base that the network adapts, TEXT files of your own. The
-lines marked ``# network`` are all that a script needs for it. A ``Trainer`` of a whole model needs
-the last of them only. It keeps its own checkpoints in ``trainer/`` and resumes from the last one.
+BASE is the folder or the name of the base that the network adapts; TEXT is files of your own. The
+lines marked ``# network`` are all that a script needs to join; to train a whole model, it needs
+only the last of them. A ``Trainer`` keeps its own checkpoints in ``trainer/`` and resumes from the
+last one.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 import distributed_training  # network
 from distributed_training.huggingface import NetworkCallback  # network
 
-LENGTH = 256  # tokens of a sequence
+LENGTH = 256  # tokens in a sequence
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """Text of files in sequences of LENGTH tokens: int64 ``input_ids`` and ``labels``."""
+    """The text of files, in sequences of LENGTH tokens: int64 ``input_ids`` and ``labels``."""
 
     def __init__(self, tokenizer: Any, files: Sequence[str]) -> None:
         text = "\n".join(Path(file).read_text() for file in files)
@@ -42,7 +43,7 @@ class Windows(Dataset[dict[str, Tensor]]):
 
 
 def last_checkpoint(folder: Path) -> str | None:
-    """Return the newest checkpoint that no kill has cut off: its state is written last."""
+    """Return the newest complete checkpoint: its ``trainer_state.json`` is written last."""
     whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
     newest = max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
     return None if newest is None else str(newest)

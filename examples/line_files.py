@@ -1,6 +1,6 @@
 """Train on local text: ``--plugins examples.line_files --data.source jsonl:DIR``, or ``text:DIR``.
 
-Rows are runs of lines; where they begin is found once.
+Rows are groups of consecutive lines; their offsets are found in one scan of each file.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from distributed_training.data.sources import SOURCES, Opening, SourceKind
 
 log = logging.getLogger(__name__)
 
-_ROW_BYTES = 1000  # of plain text; no longer than a row may be in any tokenizer's tokens
+_ROW_BYTES = 1000  # bytes of plain text in a row; short enough in any tokenizer's tokens
 _INDEX_CHUNK = 4 * 2**20
-# What np.load raises: of an empty file, of bytes that it takes for another format or a header.
+# Errors that np.load raises for an empty file, or bytes that look like a header or another format.
 _DAMAGED = (
     *(OSError, ValueError, EOFError, LookupError, OverflowError, SyntaxError),
     *(zipfile.BadZipFile, tokenize.TokenError),
@@ -34,7 +34,7 @@ _DAMAGED = (
 
 
 class _LinesSource(FolderSource):
-    """Rows are runs of lines; where they begin is found once."""
+    """Rows are groups of consecutive lines; their offsets are found in one scan."""
 
     def __init__(self, folder: Path, *, counts: Counts) -> None:
         super().__init__(folder, counts=counts)
@@ -63,7 +63,7 @@ class _LinesSource(FolderSource):
 
 
 class JsonLinesSource(_LinesSource):
-    """``*.jsonl`` and ``*.ndjson``. Where lines begin is kept in the folder ``index``."""
+    """``*.jsonl`` and ``*.ndjson``. The offsets of the lines are kept in the folder ``index``."""
 
     suffixes = (".jsonl", ".ndjson")
 
@@ -75,7 +75,7 @@ class JsonLinesSource(_LinesSource):
     def _value(self, text: str) -> object:
         try:
             entry = json.loads(text)
-        except (ValueError, RecursionError):  # of a line that is nested too deeply
+        except (ValueError, RecursionError):  # RecursionError: the line is nested too deeply
             return None
         return entry.get(self._key) if isinstance(entry, dict) else None
 
@@ -87,16 +87,16 @@ class JsonLinesSource(_LinesSource):
         kept = self._index / f"lines-{hashlib.sha256(name.encode()).hexdigest()[:24]}.npy"
         try:
             starts = np.asarray(np.load(kept, mmap_mode="r"))
-            # The ends tell: a power loss leaves the front of a file, or zeros.
+            # Checking both ends is enough: a power loss leaves the front of a file, or zeros.
             if starts.ndim == 1 and (starts[0], starts[-1]) == (0, stat.st_size):
                 return starts
-            log.warning("%s is damaged and is made again", kept)
+            log.warning("%s is damaged and will be made again", kept)
         except FileNotFoundError:
             pass
         except _DAMAGED as error:
-            log.warning("%s is damaged and is made again: %s", kept, error)
+            log.warning("%s is damaged and will be made again: %s", kept, error)
         starts = _scan_lines(path)
-        # Once for each file, which may take an hour to scan: so with the syncs.
+        # Sync this to the disk: a file is scanned only once, but that may take an hour.
         with atomic_file(kept) as file:
             np.save(file, starts)
         return starts
@@ -112,9 +112,9 @@ class TextSource(_LinesSource):
 
 
 def _scan_lines(path: Path, *, stretch: int = 1) -> np.ndarray[Any, Any]:
-    """Return the offsets at which rows begin, and of the end: int64 (rows + 1,).
+    """Return the offsets of the rows and of the end of the file: int64 (rows + 1,).
 
-    The first line that begins in each ``stretch`` bytes begins a row.
+    The first line that begins in each ``stretch`` of bytes begins a row.
     """
     pieces = [np.zeros(1, dtype=np.int64)]
     at = 0
@@ -122,7 +122,7 @@ def _scan_lines(path: Path, *, stretch: int = 1) -> np.ndarray[Any, Any]:
         while chunk := file.read(_INDEX_CHUNK):
             starts = np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n")) + (at + 1)
             at += len(chunk)
-            # At once: an offset of each line takes more memory than a file of short ones.
+            # Do this for each chunk: the offsets of short lines take more memory than the file.
             _, firsts = np.unique(starts // stretch, return_index=True)
             starts = starts[firsts]
             if len(starts) and starts[0] // stretch == pieces[-1][-1] // stretch:

@@ -1,7 +1,7 @@
 """Train on several sources: ``--plugins examples.mixture --data.source mix:DIR``.
 
-``mix.toml`` in DIR has a line for each source: what ``--data.source`` would say, and its share of
-the sequences::
+``mix.toml`` in DIR has a line for each source, with the value that ``--data.source`` would have and
+its share of the sequences::
 
     hub = 0.7
     "parquet:/data/code" = 0.3
@@ -34,7 +34,7 @@ def read_shares(folder: Path) -> dict[str, float]:
         shares = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} cannot be read ({error}), so the mix is not defined: correct it"
+            f"{path} cannot be read ({error}), so the mix is not defined: fix that file"
         ) from None
     good = all(type(share) in (int, float) and 0 < share < math.inf for share in shares.values())
     if not shares or not good:
@@ -50,17 +50,18 @@ def read_shares(folder: Path) -> dict[str, float]:
 
 
 def interleave(shares: Sequence[float], counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return source and number of each sequence of a block.
+    """Return the source of each sequence in a block, and the sequence's number in its source.
 
-    After k of them every source has had its share of k to within one. It ends with the first that
-    its source does not have, so that shares hold. A source with nothing at all is left out.
+    After k sequences, every source has contributed its share of k, give or take one. The block ends
+    when the source whose turn it is has no more, so the shares stay exact. An empty source is left
+    out.
     """
     here = [share if count else 0.0 for share, count in zip(shares, counts, strict=True)]
     credit, used = np.zeros(len(here)), [0] * len(here)
     order: list[tuple[int, int]] = []
     while any(here):
         credit += np.asarray(here) / sum(here)
-        # Rounded: ties differ in their last bits.
+        # Round the credits, since ties may differ in their last bits.
         chosen = int(np.argmax(credit.round(9)))
         if used[chosen] == counts[chosen]:
             break
@@ -71,7 +72,7 @@ def interleave(shares: Sequence[float], counts: Sequence[int]) -> list[tuple[int
 
 
 class MixedTokens:
-    """The tokens of several sources, sequence by sequence, by their shares."""
+    """The tokens of several sources, interleaved sequence by sequence according to their shares."""
 
     def __init__(self, worker: WorkerSpec, spec: SourceSpec, counts: Counts) -> None:
         assert spec.folder is not None
@@ -87,7 +88,7 @@ class MixedTokens:
         parts: list[np.ndarray[Any, Any]] = []
         missing: list[str] = []
         for share, tokens in zip(self._shares, self._tokens, strict=True):
-            # 0.07 * 100 is 7.000000000000001, which must not become one page more.
+            # 0.07 * 100 is 7.000000000000001, which must not be rounded up to 8 pages.
             had = tokens.block(block, max(1, math.ceil(share * pages - 1e-9)))
             count = len(had.tokens) // self._length
             parts.append(had.tokens[: count * self._length].reshape(count, self._length))

@@ -10,9 +10,9 @@ interrupted; --check reads every shard and compares its checksum instead.
 Exit status: 0 done, 1 some shards are missing, damaged or could not be made, 2 bad input,
 130 interrupted.
 
-Each config's rows are cut into units of equally many rows; a unit becomes one shard, named by its
-config and first row, whatever process makes it and in whatever order. A killed run continues
-with the units whose shards are not there or not whole.
+Each config's rows are cut into units with the same number of rows. A unit becomes one shard, named
+after its config and first row, whichever process makes it and in whatever order. After a kill, the
+next run continues with the units whose shards are missing or incomplete.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from distributed_training.protocol.types import ExitStatus
 from examples import line_files
 
 MANIFEST = "pretokenize.json"
-_ROWS_AT_ONCE = 256  # tokenized together
+_ROWS_AT_ONCE = 256  # rows that are tokenized together
 
 
 def build_parser() -> Parser:
@@ -65,7 +65,7 @@ def build_parser() -> Parser:
     add, text, data = parser.add_argument, argument(str), DataSettings()
     add("source", type=text, help="parquet:DIR, jsonl:DIR, text:DIR or stdlib")
     add("out", type=argument(File), help="folder for the shards; train with shards:OUT")
-    about = "Hugging Face name or folder; 'bytes' as the local subnet"
+    about = "Hugging Face name or folder; 'bytes' as in the local subnet"
     add("--tokenizer", type=text, required=True, help=about)
     add("--text-column", type=text, default=data.text_column, metavar="NAME")
 
@@ -73,13 +73,13 @@ def build_parser() -> Parser:
         add(flag, type=ranged(low, high), default=default, metavar="N", help=about or None)
 
     number("--sequence-length", 2, 1_000_000, TrainingSettings().sequence_length)
-    about = "tokens of a row; its others are dropped (default %(default)s)"
+    about = "most tokens of a row; the rest is dropped (default %(default)s)"
     number("--max-length", 1, 10_000_000, data.max_length, about)
-    about = "the model's; rows with ids beyond are left out"
+    about = "the model's vocabulary; rows with ids beyond it are left out"
     number("--vocabulary", 2, 10_000_000, None, about)
     number("--rows-per-shard", 1, 100_000_000, 20_000)
     number("--processes", 1, 1024, usable_cores())
-    add("--check", action="store_true", help="verify the shards that are there, make none")
+    add("--check", action="store_true", help="verify the existing shards, make none")
     return parser
 
 
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         print(
             f"error: {error.filename or args.out}: {error.strerror or error}, so not all shards "
-            "were made; those that were stay: make room and run the same command again",
+            "were made; finished shards stay: check the disk and run the same command again",
             file=sys.stderr,
         )
         return 1
@@ -106,13 +106,13 @@ def main(argv: list[str]) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     spec = parse_source(args.source)
-    check_source(spec)  # what can be refused at once, before the network is asked
+    check_source(spec)  # refuse what can be refused at once, before using the network
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"out {args.out} cannot be made ({error.strerror}), so nothing was tokenized: give a "
-            "folder of yours"
+            f"out {args.out} cannot be made ({error.strerror}), so nothing was tokenized: choose "
+            "a folder of yours"
         ) from None
     try:
         tokenizer, eos_id = build_tokenizer(args.tokenizer, args.out)
@@ -138,11 +138,11 @@ def _run(args: argparse.Namespace) -> int:
         print(f"{name.replace('_', ' ')}: {count}")
     if not units:
         raise ConfigError(
-            f"{args.source} holds no rows, so there is nothing to tokenize: give another --source"
+            f"{args.source} holds no rows, so there is nothing to tokenize: use another SOURCE"
         )
     if args.check:
         return _check(args.out, units)
-    # After the source was read: one that is refused must not claim the folder.
+    # Do this after reading the source: a source that is refused must not claim the folder.
     claim_folder(args.out, plan)
     return _make_shards(plan, args.out, units, args.processes)
 
@@ -162,7 +162,7 @@ def _make_shards(plan: Plan, out: Path, units: list[Unit], processes: int) -> in
         new_tokens += 0 if made.kept else made.tokens
         counts.update(made.counts)
     seconds, after = max(time.monotonic() - began, 1e-9), os.times()
-    # Of the processes: they are its children, and have ended.
+    # The CPU time of the processes, which are children and have ended.
     cpu = after.children_user + after.children_system
     cpu -= before.children_user + before.children_system
     share = cpu / (seconds * min(processes, usable_cores()))
@@ -171,7 +171,7 @@ def _make_shards(plan: Plan, out: Path, units: list[Unit], processes: int) -> in
     for name, count in sorted(counts.items()):
         print(f"{name.replace('_', ' ')}: {count}")
     print(
-        f"{shards} shards ({kept} were there already), {tokens} tokens in {seconds:.1f} s: "
+        f"{shards} shards ({kept} existed already), {tokens} tokens in {seconds:.1f} s: "
         f"{new_tokens / seconds:.0f} new tokens/s, {100 * share:.0f} % of {processes} cores"
     )
     print(f"train from them with --plugins examples.shard_source --data.source shards:{out}")
@@ -185,16 +185,16 @@ def _check(out: Path, units: list[Unit]) -> int:
         if made.problem:
             bad += 1
             print(f"{out / made.unit.name}: {made.problem}", file=sys.stderr)
-    print(f"{len(units) - bad} of {len(units)} shards are whole, {tokens} tokens")
+    print(f"{len(units) - bad} of {len(units)} shards are complete, {tokens} tokens")
     if bad:
         print("the same command without --check makes the others again", file=sys.stderr)
     return 1 if bad else 0
 
 
 def _shown(made: Iterable[Made], units: list[Unit]) -> Iterator[Made]:
-    """Yield each unit, and show rows done, tokens a second and the time left.
+    """Yield each unit, and show the rows done, the tokens per second and the time left.
 
-    Where it is no terminal that is a line now and then.
+    If the output is not a terminal, that is a line now and then.
     """
     from tqdm import tqdm
 
@@ -211,7 +211,7 @@ def _shown(made: Iterable[Made], units: list[Unit]) -> Iterator[Made]:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a shard's content depends on. Two plans that are equal make equal shards."""
+    """Everything that a shard's content depends on. Equal plans make equal shards."""
 
     source: SourceSpec
     text_column: str
@@ -223,7 +223,7 @@ class Plan:
     vocabulary: int | None = None
 
     def facts(self, tokenizer: str) -> dict[str, Any]:
-        # Its content counts, by hash: the path may be another in each run.
+        # The tokenizer is identified by its hash, since its path may differ in each run.
         facts = asdict(self)
         del facts["tokenizer_path"]
         source = facts.pop("source")
@@ -235,7 +235,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Unit:
-    """``rows`` rows of ``config`` from ``first`` on."""
+    """The ``rows`` rows of ``config`` that begin with row ``first``."""
 
     config: str
     first: int
@@ -243,7 +243,7 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """Readable, and different for configs that only differ in what a file name cannot hold."""
+        """A readable name, unique even if configs differ only in what a file name cannot hold."""
         plain = re.sub(r"[^A-Za-z0-9._-]+", "-", self.config)[:60]
         if plain != self.config:
             plain += "-" + hashlib.sha256(self.config.encode()).hexdigest()[:8]
@@ -252,7 +252,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Made:
-    """A unit that is done. ``problem``: why it is not (then the rest is empty)."""
+    """A unit that was processed. ``problem``: why it has no shard (the rest is then empty)."""
 
     unit: Unit
     tokens: int = 0
@@ -265,7 +265,7 @@ def check_source(spec: SourceSpec) -> None:
     """Raise ConfigError for a source whose rows cannot be read from one end to the other."""
     if spec.kind not in ("stdlib", "parquet", *line_files.KINDS):
         raise ConfigError(
-            f"{spec.text} cannot be pretokenized, so no shards are made: give stdlib, parquet:DIR, "
+            f"{spec.text} cannot be pretokenized, so no shards are made: use stdlib, parquet:DIR, "
             "jsonl:DIR or text:DIR (a Hugging Face dataset can be downloaded as Parquet files)"
         )
     kind_of(spec)
@@ -273,7 +273,7 @@ def check_source(spec: SourceSpec) -> None:
 
 
 def open_rows_of(plan: Plan, counts: Counts) -> StdlibSource | FolderSource:
-    """Open a source that :func:`check_source` lets pass. Raises ConfigError."""
+    """Open a source that :func:`check_source` accepts. Raises ConfigError."""
     settings, kind = DataSettings(text_column=plan.text_column), kind_of(plan.source)
     assert kind.open is not None
     try:
@@ -281,7 +281,7 @@ def open_rows_of(plan: Plan, counts: Counts) -> StdlibSource | FolderSource:
         return cast("StdlibSource | FolderSource", opened)
     except PageUnavailable as error:
         raise ConfigError(
-            f"{plan.source.text}: {error}, so there is nothing to tokenize: correct it"
+            f"{plan.source.text}: {error}, so there is nothing to tokenize: fix that source"
         ) from error
 
 
@@ -294,9 +294,9 @@ def units_of(table: dict[str, int], rows_per_shard: int) -> list[Unit]:
 
 
 def claim_folder(out: Path, plan: Plan) -> None:
-    """Make ``out`` this plan's folder, and delete files that a killed run left half-written.
+    """Claim ``out`` for this plan, and delete files that a killed run left half-written.
 
-    Raises ConfigError when it holds shards of another plan.
+    Raises ConfigError if the folder holds shards of another plan.
     """
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = TextTokenizer(plan.tokenizer_path, eos_id=plan.eos_id).hash
@@ -312,8 +312,8 @@ def claim_folder(out: Path, plan: Plan) -> None:
             k for k in facts if not isinstance(before, dict) or before.get(k) != facts[k]
         )
         raise ConfigError(
-            f"{out} holds shards made with other settings ({', '.join(names)}), which do not go "
-            "together with these: give another folder, or delete that one"
+            f"{out} holds shards made with other settings ({', '.join(names)}), which cannot be "
+            "mixed with these: choose another folder, or delete that one"
         )
     for left in out.glob(f".*{SUFFIX}.*.tmp"):
         left.unlink(missing_ok=True)
@@ -325,7 +325,7 @@ def check(out: Path, unit: Unit) -> Made:
     try:
         header, _ = open_shard(out / unit.name)
     except FileNotFoundError:
-        return Made(unit, problem="it is not there")
+        return Made(unit, problem="it is missing")
     except (OSError, ShardError) as error:
         return Made(unit, problem=str(error))
     if header.extra.get("rows") != unit.rows:
@@ -343,10 +343,10 @@ class Maker:
         self._source = open_rows_of(plan, self._counts)
         self._tokenizer = TextTokenizer(plan.tokenizer_path, eos_id=plan.eos_id)
         self._source.all_rows()
-        self._counts.drain()  # what the scan found is the parent's to tell
+        self._counts.drain()  # the parent reports what the scan found
 
     def make(self, unit: Unit) -> Made:
-        """Make the shard of ``unit``, unless it is there and whole. Raises OSError: the disk's."""
+        """Make the shard of ``unit``, unless a complete one exists. Raises the disk's OSError."""
         kept = check(self._out, unit)
         if not kept.problem:
             return kept
@@ -372,7 +372,7 @@ class Maker:
             tokenizer=self._tokenizer.hash,
             eos_id=plan.eos_id,
             vocabulary=self._tokenizer.vocabulary,
-            # By these a later run knows that the source has changed since.
+            # These tell a later run whether the source has changed since.
             extra={"config": unit.config, "first": unit.first, "rows": unit.rows},
         )
         return Made(unit, used, self._counts.drain())
@@ -383,7 +383,7 @@ _maker: Maker | None = None
 
 def _start(plan: Plan, out: Path) -> None:
     global _maker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _maker = Maker(plan, out)
 
@@ -391,7 +391,7 @@ def _start(plan: Plan, out: Path) -> None:
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()  # a killed parent leaves the pool's queues open: nothing else would tell
+    parent.join()  # a killed parent leaves the pool's queues open, so nothing else would show it
     os._exit(1)
 
 
@@ -403,12 +403,12 @@ def _make(unit: Unit) -> Made:
 def make_all(plan: Plan, out: Path, units: list[Unit], processes: int) -> Iterator[Made]:
     """Make the missing units in ``processes`` processes; yield each as it is done.
 
-    Raises OSError when shards cannot be written, ConfigError when a process cannot start or is
-    killed. What was finished stays.
+    Raises OSError if shards cannot be written, ConfigError if a process cannot start or is killed.
+    Finished shards stay.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Not fork: the tokenizer's library has threads, whose locks a copy would keep for ever.
+    # Do not fork: the tokenizer's library has threads, whose locks a copy would keep forever.
     context = multiprocessing.get_context("spawn")
     waiting: set[Future[Made]] = set()
     todo = iter(units)
@@ -417,7 +417,7 @@ def make_all(plan: Plan, out: Path, units: list[Unit], processes: int) -> Iterat
     ) as pool:
         try:
             while True:
-                # Not all at once: of a large data set even the futures would fill memory.
+                # Do not submit all at once: for a large data set even the futures fill the memory.
                 while len(waiting) < 4 * processes and (unit := next(todo, None)) is not None:
                     waiting.add(pool.submit(_make, unit))
                 if not waiting:

@@ -23,10 +23,11 @@ log = logging.getLogger(__name__)
 
 
 class ShardTokens:
-    """Shards of a folder, read as one run of sequences of the miner's length.
+    """The shards in a folder, read as one row of sequences of the miner's length.
 
-    A page is ``rows_per_page`` sequences; pages come in a random order fixed by uid and rank, none
-    twice before all were used. Damaged shards and those of another tokenizer are left out.
+    A page is ``rows_per_page`` sequences. Pages come in a random order that uid and rank fix, and
+    no page comes twice before all were used. Damaged shards and shards made with another tokenizer
+    are left out.
     """
 
     def __init__(self, spec: WorkerSpec, source: SourceSpec, counts: Counts) -> None:
@@ -38,10 +39,10 @@ class ShardTokens:
         self._page = spec.settings.rows_per_page
         self._tokenizer = tokenizer_hash(spec.tokenizer_path)
         self._shards: list[np.ndarray[Any, Any]] = []
-        self._told: set[Path] = set()  # of those left out
+        self._told: set[Path] = set()  # the shards left out for which a warning was logged
 
     def _open(self) -> None:
-        """Open all shards. Raises PageUnavailable: one cannot be read now, or there are none."""
+        """Open all shards. Raises PageUnavailable if a shard cannot be read, or there are none."""
         self._paths: list[Path] = []
         self._vocabularies: list[int] = []
         self._verified: set[int] = set()
@@ -54,10 +55,10 @@ class ShardTokens:
                     raise ShardError(
                         f"{path} was made with another tokenizer than this miner's; make it again"
                     )
-                _, data = open_shard(path, verify=False)  # each when it is first used
+                _, data = open_shard(path, verify=False)  # a shard is verified on first use
             except (OSError, ShardError) as error:
                 raise_if_it_may_pass(error, path)
-                if path not in self._told:  # once, however often a folder without others is opened
+                if path not in self._told:  # log it once, however often the folder is opened
                     self._told.add(path)
                     self._counts.add("shards_left_out")
                     log.warning("%s: it is left out", error)
@@ -78,7 +79,7 @@ class ShardTokens:
 
     def block(self, block: int, pages: int) -> SourceTokens:
         try:
-            # At each block again, as long as it fails: a mount may come late.
+            # Try again at each block until it succeeds: a disk may be mounted late.
             if not self._shards:
                 self._open()
         except PageUnavailable as error:
@@ -97,7 +98,7 @@ class ShardTokens:
         return SourceTokens(joined, missing)
 
     def _place(self, sequence: int) -> tuple[int, int]:
-        """Return the shard that holds a sequence, and the number of the shard's first."""
+        """Return the shard that holds a sequence, and the number of the shard's first sequence."""
         shard = int(np.searchsorted(self._ends, sequence, side="right"))
         return shard, int(self._ends[shard - 1]) if shard else 0
 
@@ -116,8 +117,8 @@ class ShardTokens:
     def _fitting(self, sequences: np.ndarray[Any, Any], vocabulary: int) -> np.ndarray[Any, Any]:
         """Leave out sequences with tokens beyond the model's vocabulary.
 
-        Shards made without ``--vocabulary`` may hold some, and one ends every rank that trains on
-        it, at each restart again.
+        Shards made without ``--vocabulary`` may contain such tokens, and a rank that trains on one
+        would crash, again after each restart.
         """
         known = self._spec.vocabulary
         if known is None or vocabulary <= known:

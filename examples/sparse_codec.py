@@ -1,15 +1,15 @@
-"""A codec of uploads: of each 4,096 values the 64 largest, with 2 bits and a place of 12 bits each.
+"""A codec for uploads: the 64 largest of each 4,096 values, in 2 bits and a place of 12 bits each.
 
     PYTHONPATH=examples dt-network init --plugins sparse_codec --set round.codec=sparse
 
-A row of the file has as many bytes whatever its values are, so the codec writes for each chunk of a
-row a fixed number of entries and one scale: 0.028 bytes per value. No chunk reaches over the end of
-its row. A chunk of fewer values has 4 entries for each 256 that begin. What is not sent is the
-member's residual, which its next upload has again.
+A row of the file has the same number of bytes whatever its values are, so the codec writes a fixed
+number of entries and one scale for each chunk of a row: 0.028 bytes per value. No chunk extends
+beyond the end of its row. A shorter chunk has 4 entries for each 256 values or part of 256. What is
+not sent is the member's residual, which is part of its next upload.
 
-An entry is a place, times 4, and one of 1, 2, -1, -2 times the scale, which is half of the largest
-magnitude. Four entries are 7 bytes. A value that is nearer to zero than to the scale is not sent:
-its entry repeats the first one.
+An entry is a place, times 4, plus a number for one of 1, 2, -1, -2 times the scale, which is half
+the largest magnitude. Four entries take 7 bytes. A value that is nearer to zero than to the scale
+is not sent: its entry repeats the first one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LEVELS = (0, 1, 2, -1, -2)
 
 
 def _width(columns: int) -> int:
-    """Return the values of a chunk, with the zeros that fill its last unit."""
+    """Return the number of values in a chunk, with the zeros that fill its last unit."""
     return columns + -columns % UNIT
 
 
@@ -34,7 +34,7 @@ def encode_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     scales, codes = [], []
     for chunk in rows.split(CHUNK, 1):
         filled = F.pad(chunk, (0, _width(chunk.shape[1]) - chunk.shape[1]))
-        # Stable: of equal values each device and machine must choose the same ones.
+        # A stable sort, since all devices and machines must choose the same ones of equal values.
         order = filled.abs().sort(dim=1, descending=True, stable=True).indices
         places = order[:, : filled.shape[1] // SHARE]
         values = filled.gather(1, places)
@@ -59,8 +59,8 @@ def decode_rows(scales: Tensor, codes: Tensor, out: Tensor) -> None:
         parts = codes[:, first:last].long().unflatten(1, (-1, len(_BYTES)))
         words = (parts << torch.tensor(_BYTES, device=out.device)).sum(2, keepdim=True)
         entries = ((words >> torch.tensor(_SHIFTS, device=out.device)) & 0x3FFF).flatten(1)
-        # Foreign bytes may name places behind the chunk, and one place twice. Whole numbers, and
-        # the largest: so the order in which a device writes them changes no bit.
+        # Bytes from outside may name places beyond the chunk, or a place twice. Taking the largest
+        # whole number makes the result independent of the order in which a device writes them.
         numbers = torch.zeros((len(out), width), dtype=torch.int32, device=out.device)
         numbers.scatter_reduce_(1, (entries >> 2) % width, (entries & 3).int() + 1, "amax")
         levels = torch.tensor(_LEVELS, dtype=out.dtype, device=out.device)

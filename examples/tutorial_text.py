@@ -1,4 +1,4 @@
-"""Write a small model, tokenizer and text for docs/tutorial.md into this folder, without a network.
+"""Write a small model, tokenizer and text for docs/tutorial.md into this folder, without internet.
 
 The text is Python's language reference and the docstrings of its standard library.
 """

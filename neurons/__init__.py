@@ -1,1 +1,1 @@
-"""Start a neuron by the file names of the public network."""
+"""Programs that start a neuron, with the file names that the public network uses."""

@@ -1,4 +1,4 @@
-"""Run the miner: ``python -m distributed_training.miner`` in this checkout. See ``--help``."""
+"""Run this checkout's miner, like ``python -m distributed_training.miner``. See ``--help``."""
 
 from __future__ import annotations
 

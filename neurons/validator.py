@@ -1,4 +1,4 @@
-"""Run the validator: ``python -m distributed_training.validator`` in this checkout."""
+"""Run this checkout's validator, like ``python -m distributed_training.validator``."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Hold the operators' scripts, thin faces of the package."""
+"""The operators' scripts, which are thin wrappers around the package."""

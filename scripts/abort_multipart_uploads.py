@@ -5,12 +5,12 @@
                                               [--network FILE|URL|NAME] [--dry-run] [--yes]
                                               [--plugins MODULE ...]
 
-Without --network the network of ``miner.toml`` is used: its file names the store. Keys are read
-from the environment and ``.env`` as the miner reads them. The miner cleans its own bucket after
-each upload; this is for other buckets, or for a miner that is gone. Choose --older-than so that the
-upload of a running miner is younger.
+The network's file names the store; without --network, the network in ``miner.toml`` is used. Keys
+are read from the environment and ``.env``, as the miner reads them. The miner cleans up its own
+bucket after each upload; this script is for other buckets, or for a miner that no longer runs.
+Choose --older-than so that the current upload of a running miner is younger.
 
-Exit status: 0 done or nothing to do, 1 the store refused or does not answer, 2 bad input,
+Exit status: 0 done or nothing to do, 1 the store refused or did not answer, 2 bad input,
 130 interrupted.
 """
 
@@ -41,14 +41,14 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("bucket", type=argument(Bucket), help="e.g. llama-4b-ws-4-007")
     age = argument(Annotated[Duration, Field(ge=timedelta(0), le=365 * DAY)])
-    about = "only uploads started longer ago, e.g. 30m, 1h, 2d (default 1h)"
+    about = "only uploads that started longer ago than this, e.g. 30m, 1h, 2d (default 1h)"
     add("--older-than", type=age, default=timedelta(hours=1), help=about)
-    add("--prefix", type=argument(Text), default="", help="only keys that start with this")
+    add("--prefix", type=argument(Text), default="", help="only keys that start with this text")
     add("--dry-run", action="store_true", help="list only")
     add("--yes", action="store_true", help="do not ask")
     add("--endpoint-url", type=argument(EndpointUrl), help="object store to use instead of R2")
-    add("--network", type=argument(Text), help="of which the bucket is (default: miner.toml's)")
-    plugins = "modules of your own, e.g. with a kind of object store"
+    add("--network", type=argument(Text), help="network of the bucket (default: miner.toml's)")
+    plugins = "your own modules, e.g. with a kind of object store"
     add("--plugins", type=argument(Text), nargs="+", metavar="MODULE", help=plugins)
     return parser
 
@@ -71,7 +71,7 @@ def main() -> int:
     except ConfigError as error:
         return exit_with(error)
 
-    # After the flags: --help and a refusal do not wait for the store's client.
+    # Import these after parsing, so that --help and errors do not wait for the store's client.
     from distributed_training.store.errors import BucketMissingError, StoreError
     from distributed_training.store.opening import open_store
     from distributed_training.store.transfer import abort_uploads, stuck_uploads
@@ -93,9 +93,9 @@ def main() -> int:
         if arguments.dry_run:
             return 0
         if not arguments.yes:
-            # From cron or a pipe nobody would answer, and it would wait for ever.
+            # In cron or a pipe, nobody would answer and the script would wait forever.
             if not sys.stdin.isatty():
-                print("error: nobody to ask, so nothing was aborted: add --yes", file=sys.stderr)
+                print("error: no terminal to ask, so nothing aborted: add --yes", file=sys.stderr)
                 return 2
             if input("Abort them? [y/N] ").strip().lower() not in ("y", "yes"):
                 print("Nothing was aborted")
@@ -109,11 +109,11 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, EOFError):  # Ctrl-D at the question
-        print("\ninterrupted; uploads not aborted yet stay: run this again", file=sys.stderr)
+        print("\ninterrupted; some uploads may remain: run this again", file=sys.stderr)
         return ExitStatus.INTERRUPTED
     print(f"Aborted {counted(len(found) - len(failed), 'upload')}")
     if failed:
-        print(f"error: {len(failed)} stay ({failed[-1]}): run this again", file=sys.stderr)
+        print(f"error: {len(failed)} remain ({failed[-1]}): run this again", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -132,7 +132,7 @@ def _show(store: ObjectStore, found: list[MultipartInfo]) -> None:
     width = max(len(u.key) for u in found)
     print(f"{'KEY':{width}}  {'AGE':>9}  {'PARTS':>5}  {'SIZE':>10}  UPLOAD ID")
     total = 0
-    with ThreadPoolExecutor(8) as pool:  # a request for each, and there may be thousands
+    with ThreadPoolExecutor(8) as pool:  # each upload needs a request, and there may be thousands
         for u, sizes in zip(found, pool.map(sizes_of, found), strict=True):
             parts, size = "?", "?"
             if sizes is not None:

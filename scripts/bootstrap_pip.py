@@ -1,8 +1,8 @@
 """Install pip into the running virtual environment without ensurepip.
 
-Debian's python3 lacks ensurepip unless python3-venv is installed. A pip wheel is a zip file that
-Python can run, so the one that ``requirements/build.txt`` names installs itself. Used by
-scripts/setup.sh only.
+Debian's python3 lacks ensurepip unless python3-venv is installed. But a pip wheel is a zip file
+that Python can run, so the wheel that ``requirements/build.txt`` names can install itself. Only
+scripts/setup.sh uses this.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def main() -> int:
     with urllib.request.urlopen(index, timeout=60) as reply:
         files = json.load(reply)["urls"]
     wheel = next(f for f in files if f["packagetype"] == "bdist_wheel")
-    # A mirror may answer with addresses relative to its own.
+    # A mirror may answer with relative URLs.
     url = urllib.parse.urljoin(index, wheel["url"])
     with urllib.request.urlopen(url, timeout=120) as reply:
         content = reply.read()
-    # It is run next: nothing that the list does not name.
+    # The wheel is run next, so accept only one that the list names.
     if hashlib.sha256(content).hexdigest() not in found[2]:
-        print("error: the pip wheel is not the one listed; run again, or: apt install python3-venv")
+        print("error: the pip wheel is not the listed one; retry, or: apt install python3-venv")
         return 1
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / wheel["filename"]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Run the doctor by another name: ``python -m distributed_training doctor``, see ``--help``."""
+"""Run the doctor, like ``python -m distributed_training doctor``. See ``--help``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Run a whole subnet on this machine: `make run`, or `python scripts/localnet.py --help`."""
+"""Run a whole subnet on this machine, like `make run`. See `python scripts/localnet.py --help`."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Write constraints.txt, requirements/*.txt and uv.lock: versions, and hashes of all their files.
+"""Write constraints.txt, requirements/*.txt and uv.lock, with versions and hashes of all files.
 
     pip install uv && python scripts/lock.py
 
 ``constraints.txt`` is read first: each package in it keeps its version. Edit a version there, or
-delete its line for the newest that fits, and run this again. The lists hold for Linux and macOS,
-Python 3.11 and newer, every processor that PyPI has files for:
+delete its line to get the newest version that fits, and run this again. The lists are valid for
+Linux and macOS, Python 3.11 and newer, and every processor that PyPI has files for:
 
-    production  a miner, without torch       test   also packages of its unit tests
+    production  a miner, without torch       test   packages that its unit tests need
     local       a subnet on this machine     dev    linters, types, every other test
     torch-cuda  PyPI's build of torch        build  pip and setuptools themselves
-    torch-cpu   the small one of PyTorch's own index, for as many Pythons as are known
+    torch-cpu   the smaller build from PyTorch's own index, for all Python versions there
 
 ``uv sync`` reads uv.lock, which has the same versions.
 
@@ -29,21 +29,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / "constraints.txt"
 FOLDER = ROOT / "requirements"
-_INDEX = "https://pypi.org/simple"  # not the one of whoever runs it: its files have other hashes
+_INDEX = "https://pypi.org/simple"  # fixed, since files in the user's index may have other hashes
 CPU_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
 _HEAD = (
     "# Written by scripts/lock.py. Installed by scripts/setup.sh: pip install --require-hashes\n"
 )
-#: torch's own; setup.sh chooses the build.
+#: torch and the packages of its build; setup.sh chooses the build.
 _TORCH = re.compile(r"torch|triton|cuda-.*|nvidia-(?!ml-py).*")
 _ELSEWHERE = re.compile(r"sys_platform == '(win32|emscripten)'$")
 
-#: Name -> the lines of its requirement: version, marker, hashes.
+#: Package name -> the lines of its requirement: version, marker, hashes.
 Lock = dict[str, str]
 
 
 def resolve(*words: str, given: str | None = None) -> Lock:
-    """Return the versions that uv resolves from the words, or from ``given`` requirements."""
+    """Return the versions that uv resolves for pyproject.toml, or for ``given`` requirements.
+
+    ``words``: additional arguments for uv, such as the extras.
+    """
     command = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"]
     command += ["--generate-hashes", "--no-header", "--no-annotate", "--no-config"]
     command += ["--constraint", str(CONSTRAINTS), "--default-index", _INDEX]
@@ -75,34 +78,34 @@ def version(entry: str) -> str:
 
 
 def write_cpu_torch(wanted: str) -> None:
-    """Keep the list that is there while PyTorch's index cannot be asked."""
+    """Write the list for the CPU build; keep the old list if PyTorch's index cannot be reached."""
     path = FOLDER / "torch-cpu.txt"
     try:
         with urllib.request.urlopen(CPU_INDEX, timeout=60) as reply:
             page = reply.read().decode()
     except OSError as error:
         if path.exists() and f"=={wanted}+cpu" in path.read_text():
-            print(f"{path.relative_to(ROOT)}: left as it is ({error})")
+            print(f"{path.relative_to(ROOT)}: left unchanged ({error})")
             return
-        # An old list must not stay next to a new torch: it would install another version.
+        # If torch has a new version, remove the old list: it would install the old version.
         page = ""
     file = rf"torch-{re.escape(wanted)}(?:\+|%2B)cpu-cp3\d+-cp3\d+-manylinux[^\"#]*"
     hashes = sorted(set(re.findall(rf"{file}#sha256=([0-9a-f]{{64}})", page)))
     if not hashes:
         path.unlink(missing_ok=True)
-        print(f"{path.relative_to(ROOT)}: removed, for torch {wanted}+cpu was not found")
+        print(f"{path.relative_to(ROOT)}: removed, since torch {wanted}+cpu was not found")
         return
     lines = " \\\n".join(f"    --hash=sha256:{digest}" for digest in hashes)
     write("torch-cpu", {"torch": f"torch=={wanted}+cpu \\\n{lines}"})
 
 
 def write_uv_lock() -> None:
-    """Lock for ``uv sync`` the versions that ``constraints.txt`` names."""
+    """Lock the versions in ``constraints.txt`` for ``uv sync``."""
     command = ["uv", "lock", "--quiet", "--no-config", "--default-index", _INDEX]
     for line in CONSTRAINTS.read_text().splitlines()[1:]:
         command += ["--upgrade-package", line]
-    # Otherwise it keeps the splits of the old one, of which one is for Pythons that torch has no
-    # file for.
+    # Delete the old lock. Otherwise uv keeps its splits by Python version, one of which is for
+    # versions that torch has no files for.
     (ROOT / "uv.lock").unlink(missing_ok=True)
     subprocess.run(command, cwd=ROOT, check=True)
     print("uv.lock")
@@ -111,7 +114,7 @@ def write_uv_lock() -> None:
 def main() -> int:
     form = argparse.RawDescriptionHelpFormatter
     argparse.ArgumentParser(description=__doc__, formatter_class=form).parse_args()
-    # All at once, for one version of each package in every list.
+    # Resolve everything at once, so that each package has the same version in every list.
     everything = resolve("--all-extras") | resolve(given="pip\nsetuptools\n")
     pins = "".join(f"{name}=={version(entry)}\n" for name, entry in sorted(everything.items()))
     CONSTRAINTS.write_text(f"# The versions of requirements/, without hashes.\n{pins}")

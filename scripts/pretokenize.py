@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tokenize a source once into shards: see ``examples/pretokenize.py`` and ``--help``."""
+"""Tokenize a source once and store it as shards: see ``examples/pretokenize.py`` and ``--help``."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Build a release of the version in ``distributed_training/__init__.py``. Run by `make release`.
+"""Build a release of the version in ``distributed_training/__init__.py``, for `make release`.
 
     python scripts/release.py [--folder build/release]
     python scripts/release.py --wheel [--folder build/wheel]
 
 ``--wheel`` builds only the wheel of this commit, for members of a founder's network. Its version
-names the commit, and ``constraints.txt`` lies next to it. `make wheel` runs that.
+names the commit, and ``constraints.txt`` is put next to it. `make wheel` runs that.
 
-Nothing is published and no tag is made: the last lines name the commands for that. The folder then
-holds the wheel, the sources, their SHA-256 and ``NOTES.md``, the version's part of CHANGELOG.md.
+Nothing is published and no tag is created; the last line shows the commands for the tag.
+Afterwards the folder contains the wheel, the source archive, SHA256SUMS for both, and ``NOTES.md``,
+this version's section of CHANGELOG.md.
 
 Exit status: 0 built, 1 a check failed (one line says which), 2 wrong usage.
 """
@@ -29,11 +30,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Refused(Exception):
-    """The release cannot be built. The text names the cause and what to do."""
+    """The release cannot be built. The text gives the cause and the remedy."""
 
 
 def notes(changelog: str, version: str) -> str:
-    """Return the part of a changelog below ``## [version] - date``; raise ``Refused`` without."""
+    """Return the section of a changelog below ``## [version] - date``, or raise ``Refused``."""
     unreleased = re.search(r"^## \[Unreleased\]\n+(?!## )\S", changelog, re.MULTILINE)
     if unreleased:
         raise Refused(f"CHANGELOG.md has lines under [Unreleased]: move them to [{version}]")
@@ -49,11 +50,11 @@ def git(*words: str) -> str:
 
 
 def build(folder: Path, version: str, *, commit: str = "") -> list[Path]:
-    """Return the wheel and the archive of the sources, built into an empty ``folder``.
+    """Build the wheel and the source archive into ``folder``, which is emptied; return their paths.
 
-    ``commit``: what the wheel's version says of it; empty: nothing.
+    ``commit``: the commit that the wheel's version names, or "" for none.
     """
-    # A file of an earlier version would be among the sums, and be published.
+    # Otherwise a file of an earlier version could be published along with the new ones.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     name = f"distributed_training_miner-{version}"
@@ -61,7 +62,7 @@ def build(folder: Path, version: str, *, commit: str = "") -> list[Path]:
     git("archive", f"--prefix={name}/", f"--output={sources}", "HEAD")
     tree = (
         folder / "tree"
-    )  # the wheel has the committed files only, and its build leaves files behind
+    )  # so that the wheel has only committed files, and its build leaves no files in the checkout
     tree.mkdir()
     subprocess.run(["tar", "-xzf", sources, "-C", tree], check=True)
     if commit:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""The verdicts on uploads: ``dt-score`` in this checkout. See ``--help``."""
+"""Show the verdicts on uploads, like ``dt-score``, from this checkout. See ``--help``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Access the chain and prove identity: registration, callers, commitments, signed HTTP.
+"""Access the chain and prove identity: registration, callers, commitments and signed HTTP.
 
-The chain: ``base`` (its small types, and its last known state), ``registry`` and ``subtensor`` (two
-chains that pass one contract test), ``identity`` (the wallet, and this machine's address).
+``base`` has the chain's small types and its last known state. ``registry`` and ``subtensor`` are
+two chains that pass the same contract test. ``identity`` has the wallet and this machine's address.
 
-``auth``: who signed a call, why one is refused, replays.
+``auth`` checks who signed a call, and says why a call is refused.
 
-Nothing is imported here: bittensor takes half a second.
+Nothing is imported here, because importing bittensor takes half a second.
 """

@@ -1,11 +1,11 @@
 """Authenticate a request by ``btauth/1``, and name each refusal.
 
-A request is checked in two halves, so that the server can put its cheap checks between them:
-:func:`read_claim` reads the headers' claims (nothing is proven yet), :func:`proven` verifies the
-signature (43 us). A signature covers the lines of :func:`_btauth_text`. The scheme is
-bittensor's (its guide "Signed requests"), whose client a registry's members do not need.
+A request is checked in two steps, so that the server can make cheap checks between them:
+:func:`read_claim` reads the claims in the headers (nothing is proven yet), and :func:`proven`
+verifies the signature (43 us). A signature covers the lines of :func:`_btauth_text`. The scheme is
+bittensor's (see its guide "Signed requests"), but a registry's members do not need its client.
 
-A nonce is the caller's clock in nanoseconds. A call is fresh while its nonce is at most some
+A nonce is the caller's clock in nanoseconds. A call is fresh while its nonce is at most a few
 seconds old by our clock (:func:`check_fresh`). The program that answers remembers the nonces of
 each hotkey.
 """
@@ -26,12 +26,12 @@ from .identity import Wallet
 
 
 class Refusal(enum.Enum):
-    """The reasons to refuse a request: name of the counter, HTTP status, text for the caller."""
+    """The reasons to refuse a request: counter's name, HTTP status, text for the caller."""
 
     TOO_LARGE = ("too_large", 413, "request too large")
     MALFORMED = ("malformed", 400, "malformed request")
     ROUTE = ("unknown_route", 404, "there is nothing here")
-    UNSIGNED = ("unsigned", 401, "signature headers are missing or of a scheme not accepted here")
+    UNSIGNED = ("unsigned", 401, "signature headers are missing, or the scheme is not accepted")
     RATE = ("rate", 429, "too many requests")
     STALE = ("stale", 401, "nonce is too old")
     FUTURE = ("future", 401, "nonce is in the future")
@@ -47,7 +47,7 @@ class Refusal(enum.Enum):
 
 
 class RefusedRequest(Exception):
-    """``more``: fields of the reply other than the message."""
+    """A request is refused. ``more``: fields of the reply in addition to the message."""
 
     def __init__(self, refusal: Refusal, **more: str) -> None:
         super().__init__(refusal.message)
@@ -55,9 +55,9 @@ class RefusedRequest(Exception):
         self.fields = {"message": refusal.message, **more}
 
 
-BTAUTH_MAX_AGE = 10.0  # seconds, as bittensor has it
+BTAUTH_MAX_AGE = 10.0  # seconds, as in bittensor
 
-# Bounded, and without spaces or control characters: the matches go into log lines.
+# Bounded, without spaces or control characters, because matches are written to log lines.
 HOTKEY = re.compile(r"[1-9A-HJ-NP-Za-km-z]{40,60}")
 _NONCE = re.compile(r"[0-9]{1,20}")
 
@@ -72,7 +72,10 @@ class Claim:
 
 
 def read_claim(headers: Mapping[str, str]) -> Claim:
-    """Read the claims of ``headers``, by lower-case name. Raises Refused(UNSIGNED or MALFORMED)."""
+    """Read the claims in ``headers``, which have lower-case names.
+
+    Raises RefusedRequest(UNSIGNED or MALFORMED).
+    """
     if "x-bittensor-version" not in headers:
         raise RefusedRequest(Refusal.UNSIGNED)
     hotkey = headers.get("x-bittensor-hotkey", "")
@@ -100,9 +103,9 @@ def check_fresh(claimed: Claim, now: int, *, skew: float) -> None:
 
 
 def proven(claimed: Claim, headers: Mapping[str, str], body: bytes, *, path: str, own: str) -> None:
-    """Verify the signature of a claim whose freshness and novelty were checked by the caller.
+    """Verify the signature of a claim; the caller has checked that it is fresh and not a replay.
 
-    Raises Refused(SIGNATURE, RECEIVER or MALFORMED).
+    Raises RefusedRequest(SIGNATURE, RECEIVER or MALFORMED).
     """
     crypto = _CRYPTO.get(headers.get("x-bittensor-crypto", "sr25519").strip().lower())
     if headers["x-bittensor-version"] != _VERSION or crypto is None:
@@ -124,7 +127,7 @@ def proven(claimed: Claim, headers: Mapping[str, str], body: bytes, *, path: str
 
 _VERSION = "1"
 _SCHEMES = {CRYPTO_ED25519: "ed25519", CRYPTO_SR25519: "sr25519"}
-#: The names that a header may have for it.
+#: The names of a scheme that a header may have.
 _CRYPTO = {name: code for code, name in _SCHEMES.items()} | {str(code): code for code in _SCHEMES}
 
 

@@ -1,7 +1,8 @@
 """A neuron as others see it: its hotkey and its address.
 
-Only the hotkey of the bittensor wallet is read, never the coldkey. Its files are read and written
-by ``bittensor_core``, as bittensor does: members of a registry's network need no more of it.
+Only the hotkey of the bittensor wallet is read, never the coldkey. The wallet's files are read and
+written with ``bittensor_core``, as bittensor does. Members of a registry's network need no other
+part of bittensor.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Wallet:
-    """A hotkey that can sign, and the ``file`` that it is from.
+    """A hotkey that can sign, and the ``file`` that it was read from.
 
-    Cannot be pickled (the key cannot): load it in the process that needs it.
+    It cannot be pickled, because the key cannot: load it in the process that needs it.
     """
 
     hotkey: Keypair = field(repr=False)
@@ -45,7 +46,7 @@ class Wallet:
         return self.hotkey.ss58_address
 
     def of_sdk(self) -> Any:
-        """Return the ``bittensor.Wallet`` for calls of a Bittensor chain."""
+        """Return the ``bittensor.Wallet`` for calls to a Bittensor chain."""
         import bittensor
 
         assert self.file is not None
@@ -60,10 +61,10 @@ def hotkey_file(folder: str | Path, name: str, hotkey: str) -> Path:
 def require_hotkey(settings: ChainSettings) -> None:
     """Raise ConfigError unless a readable hotkey is at ``--wallet.name/.hotkey/.path``.
 
-    Takes no time, so a start calls it before torch is imported.
+    It takes almost no time, so it is called at a start before torch is imported.
     """
     path = hotkey_file(settings.wallet_path, settings.wallet_name, settings.wallet_hotkey)
-    if not os.path.isfile(path):  # this is also False if a folder on the way may not be entered
+    if not os.path.isfile(path):  # also False if a parent folder may not be entered
         is_public = settings.kind == "bittensor"  # a registry's members have no btcli
         raise ConfigError(
             f"no hotkey at {path}, so the miner has no identity: check --wallet.name, "
@@ -73,15 +74,15 @@ def require_hotkey(settings: ChainSettings) -> None:
     if not os.access(path, os.R_OK):
         raise ConfigError(
             f"the hotkey at {path} cannot be read by this user, so the miner has no identity: "
-            "run it as the owner of the wallet or correct the permissions (chmod 600)"
+            "run it as the wallet's owner, or correct the file's permissions (chmod 600)"
         )
 
 
 def load_wallet(settings: ChainSettings) -> Wallet:
     """Load the wallet that ``--wallet.name/.hotkey/.path`` name.
 
-    Raises ConfigError when the key file is missing, unreadable, encrypted or damaged: a miner runs
-    unattended, so nobody could type a password.
+    Raises ConfigError if the key file is missing, unreadable, encrypted or damaged. An encrypted
+    file is of no use: a miner runs unattended, so nobody could type a password.
     """
     require_hotkey(settings)
     path = hotkey_file(settings.wallet_path, settings.wallet_name, settings.wallet_hotkey)
@@ -97,7 +98,7 @@ def load_wallet(settings: ChainSettings) -> Wallet:
     except (bittensor_core.KeyfileError, ValueError, OSError) as error:
         if isinstance(error, ConfigError):
             raise
-        # The library's text could hold parts of the file.
+        # Do not show the library's text, which could contain parts of the file.
         raise ConfigError(
             f"the hotkey at {path} is not a bittensor key file ({type(error).__name__}), so "
             "the miner has no identity: restore it with `btcli wallet regen-hotkey`"
@@ -108,7 +109,7 @@ def load_wallet(settings: ChainSettings) -> Wallet:
 def create_wallet(folder: Path, name: str, hotkey: str = "default") -> Wallet:
     """Create a wallet with a new unencrypted hotkey and no coldkey.
 
-    One that exists below ``folder`` is used again. The mnemonic is neither printed nor kept.
+    An existing wallet in ``folder`` is used again. The mnemonic is neither printed nor kept.
     """
     core, path = bittensor_core, hotkey_file(folder, name, hotkey)
     if path.exists():
@@ -127,19 +128,19 @@ def create_wallet(folder: Path, name: str, hotkey: str = "default") -> Wallet:
     return Wallet(made, path)
 
 
-# Each answers a GET with the caller's address as text.
+# Each service answers a GET with the caller's address as text.
 SERVICES = (
     "https://checkip.amazonaws.com",
     "https://api.ipify.org",
     "https://icanhazip.com",
 )
-_ANY_HOST = "192.0.2.1"  # nobody has this address, so the default route leads there
-_MOST_BYTES = 256  # bytes of an answer; the login page of a proxy has more
-_ALIKE = 2  # equal answers before an address is trusted
+_ANY_HOST = "192.0.2.1"  # an address that nobody has, so the default route is used
+_MOST_BYTES = 256  # most bytes of an answer; a proxy's login page has more
+_ALIKE = 2  # number of equal answers before an address is trusted
 
 
 class AddressUnknown(RuntimeError):
-    """No two answers gave the same global address: the network may be away for a while."""
+    """This machine's address was not found: the network may be down for a while."""
 
 
 def external_ip(
@@ -148,26 +149,26 @@ def external_ip(
     services: Sequence[str] = SERVICES,
     timeout: timedelta = timedelta(seconds=5),
 ) -> str:
-    """Return the address that ``services`` agree on; in a private network, the one to its registry.
+    """Return the address that ``services`` agree on; in a private network, the one used there.
 
-    They are asked in turn, twice at most, without the proxies of the environment, as peers call.
-    ``timeout`` covers one question to its end. Raises AddressUnknown when no two answers give one
-    global address.
+    Each service is asked at most twice, in turn, and without the environment's proxies, since peers
+    connect directly too. ``timeout`` covers one complete request. Raises AddressUnknown if no two
+    answers give the same global address.
     """
     if settings.private:
         return _private_ip(settings)
     address, given = http.run_to_end(_find_address(services, timeout))
     if address is None:
-        others = f"; given were {', '.join(given)}" if given else ""
+        others = f"; answers were {', '.join(given)}" if given else ""
         raise AddressUnknown(
             f"the public address of this machine is unknown{others}, so peers could not reach "
-            "it: give it with --dht.ip"
+            "it: set it with --dht.ip"
         )
     return address
 
 
 def _private_ip(settings: ChainSettings) -> str:
-    """Return the address from which this machine calls the others of its private network."""
+    """Return the address that this machine uses for connections in its private network."""
     host = urlsplit(settings.registry_url or "").hostname
     try:
         # Nothing is sent: the kernel chooses the interface.
@@ -180,20 +181,20 @@ def _private_ip(settings: ChainSettings) -> str:
     else:
         if reach(address) <= settings.narrowest:
             return address
-        why = f"{host} is called from {address}"
+        why = f"{host} is reached from {address}"
     raise AddressUnknown(
         f"the address of this machine in the private network is unknown ({why}), so peers "
-        "could not reach it: give it with --dht.ip"
+        "could not reach it: set it with --dht.ip"
     )
 
 
 async def _find_address(
     services: Sequence[str], timeout: timedelta
 ) -> tuple[str | None, list[str]]:
-    """Return the address that two answers gave, None if none did, and all that were given."""
+    """Return the address that two answers gave (None if no two agreed), and all given addresses."""
     found: Counter[str] = Counter()
     async with httpx.AsyncClient(trust_env=False, follow_redirects=False) as client:
-        # Ask each twice, since a service that was away for a moment may still agree.
+        # Ask each service twice, since one that was down for a moment may still agree.
         for service in (*services, *services):
             try:
                 reply, answer = await http.ask(

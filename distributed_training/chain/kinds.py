@@ -1,6 +1,6 @@
 """The kinds of chain, by the word that a network's file has as ``chain.kind``.
 
-A kind of your own is a subclass of :class:`.base.Chain`, and one line::
+To add your own kind, write a subclass of :class:`.base.Chain`, and one line::
 
     CHAINS.register("mine", ChainKind(open_mine, register=lambda settings: "a command"))
 
@@ -27,8 +27,8 @@ class ChainKind:
     """One kind of chain.
 
     ``open`` takes the settings, the hotkey that signs (None: the chain is only read) and the hotkey
-    that must have created the network. The chain is open at once and answers later. ``register``
-    returns the command that gives a hotkey a uid.
+    that must have created the network. It returns at once, and the chain answers later.
+    ``register`` returns the command that gives a hotkey a uid.
     """
 
     open: Callable[[ChainSettings, Wallet | None, str | None], Chain]
@@ -39,7 +39,7 @@ CHAINS: Kinds[ChainKind] = Kinds("chain")
 
 
 def chain_kind(settings: ChainSettings) -> ChainKind:
-    """Return the kind of the network's chain. Raises ConfigError."""
+    """Return the kind of chain that the settings name. Raises ConfigError."""
     return choose_kind(CHAINS, settings.kind, key="chain.kind")
 
 
@@ -48,7 +48,7 @@ def how_to_register(settings: ChainSettings) -> str:
     return chain_kind(settings).register(settings)
 
 
-# --- the product's own ----------------------------------------------------------------------------
+# --- built-in kinds -------------------------------------------------------------------------------
 
 
 def _open_registry(settings: ChainSettings, wallet: Wallet | None, master: str | None) -> Chain:

@@ -1,8 +1,8 @@
 """Client of a registry, the chain of a network without a public one (:mod:`..registry`).
 
-A thread polls with the ETag of the list it knows; reads never wait for it. A registry that is away
-costs nothing but age. One that came back from an old backup shows an older state, so
-this client repeats its writes before it takes that state.
+A thread polls with the ETag of the list that it knows, and reads never wait for it. While a
+registry is down, the state only gets older. A registry that was restored from an old backup shows
+an older state, so this client repeats its writes before it accepts that state.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from .identity import Wallet
 
 log = logging.getLogger(__name__)
 
-#: Pauses between two tries while the registry is away.
+#: Pauses between two tries while the registry is down.
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(milliseconds=300), timedelta(seconds=30)
-KEPT = timedelta(seconds=20)  # an idle connection: shorter than the registry keeps it
-#: The line that `dt-network invite` prints for a new member: URL of the network's file, its
-#: digest, and the secret; the registry has the secret's hash.
+KEPT = timedelta(seconds=20)  # how long an idle connection is kept; the registry keeps it longer
+#: The line that `dt-network invite` prints for a new member: the URL of the network's file, the
+#: file's digest, and the secret, of which the registry has a hash.
 INVITATION = re.compile(r"(https?://[^\s#]{1,2000}#[0-9a-f]{64})\.([\w-]{16,128})", re.ASCII)
-_FIRST_ANSWER = timedelta(seconds=30)  # time for the first answer to a command
-_MOST_BYTES = 16 * 2**20  # bytes of an answer; 4096 neurons have 2 MB, or 11 with the longest keys
-_OURS = "could not be asked, by a fault of this program"  # stands in place of "does not answer"
-_CLOCK_APART = 4.0  # seconds, from which a refused write names the clocks
+_FIRST_ANSWER = timedelta(seconds=30)  # time limit for the first answer to a command
+_MOST_BYTES = 16 * 2**20  # bytes of an answer; 4096 neurons take 2 MB, or 11 with the longest keys
+_OURS = "could not be asked, by a fault of this program"  # replaces "does not answer" in a warning
+_CLOCK_APART = 4.0  # seconds between two clocks from which a refused write mentions them
 
 
 @dataclass(frozen=True)
 class RegistryState:
     """An answer to ``/state``.
 
-    ``start``: which process answered; ``version`` counts its writes. ``rows``: uid, neuron and
-    commitment of each uid. ``expelled``: all expelled hotkeys.
+    ``start``: id of the process that answered; ``version``: the number of its writes. ``rows``:
+    uid, neuron and commitment of each uid. ``expelled``: all expelled hotkeys.
     """
 
     registry: Annotated[str, Field(pattern=r"^[a-z0-9.-]{1,63}/[0-9a-f]{1,32}/\w{40,60}$")]
@@ -67,7 +67,7 @@ class RegistryState:
     etag: str = ""  # etag of the rows and of the expelled hotkeys
 
     def writes_of(self, hotkey: str) -> dict[str, dict[str, Any]]:
-        """Return the writes that the rows show of ``hotkey``, by kind; none if it has no uid."""
+        """Return the writes of ``hotkey`` in the rows, by kind; no writes if it has no uid."""
         for _, neuron, text in self.rows:
             if neuron.hotkey == hotkey:
                 peer = {"peer": neuron.peer} if neuron.peer else {}
@@ -91,26 +91,26 @@ class RegistryAnswer(NamedTuple):
 class RefusedWrite(ChainError):
     """The write was not sent, or the registry refused it.
 
-    After any other failure the registry may have done it.
+    After any other failure the registry may have done the write.
     """
 
 
 class Busy(RefusedWrite):
-    """The registry was asked too often; a little later it answers."""
+    """The registry was asked too often; it will answer a little later."""
 
 
 class Unusable(ValueError):
     """The answer is another network's, or not a registry's; the text gives the reason."""
 
 
-#: Errors that a link, a host's name or an answer may raise. Any other error is a fault of this
+#: Errors that a connection, a host name or an answer may raise. Any other error is a fault of this
 #: program.
 _FAILURES = (httpx.HTTPError, Unusable, UnicodeError)
 
 
 @contextmanager
 def _reading(status: int) -> Iterator[None]:
-    """Raise Unusable for whatever the content of an answer raises while it is read."""
+    """Raise Unusable for any error that the content of an answer causes while it is read."""
     try:
         yield
     except Unusable:
@@ -123,8 +123,9 @@ def _reading(status: int) -> Iterator[None]:
 class RegistryChain(Chain):
     """A chain over HTTP or HTTPS: the registry that ``settings`` name.
 
-    ``master``: hotkey that must have created the registry; None: the creator of the first registry
-    that answers. ``timeout`` covers one call.
+    ``master``: the hotkey that must have created the registry; None: the creator of the first
+    registry that answers. ``timeout``: the time limit for each wait in a call; the whole call may
+    take three times as long.
     """
 
     def __init__(
@@ -144,8 +145,7 @@ class RegistryChain(Chain):
             verify = certificates() if self._url.startswith("https") else False
         except NetworkFileError as error:
             raise ConfigError(f"{error}, so the registry cannot be asked: {error.remedy}") from None
-        # An event loop that runs only during calls: only in a loop a deadline covers a whole
-        # answer.
+        # An event loop that runs only during calls: a deadline for a whole answer needs a loop.
         self._runner = asyncio.Runner()
         self._client = httpx.AsyncClient(
             timeout=timeout.total_seconds(),
@@ -159,8 +159,8 @@ class RegistryChain(Chain):
         self._stop = threading.Event()
         self._seen: RegistryState | None = None
         self.identity = ""  # identity of the registry, once it has answered
-        self.all_expelled: frozenset[str] = frozenset()  # hotkeys, as last read
-        # Kept for a registry that comes back from an old backup.
+        self.all_expelled: frozenset[str] = frozenset()  # expelled hotkeys, as last read
+        # kept in case the registry is restored from an old backup
         self._written: dict[str, dict[str, Any]] = {}  # kind -> the last accepted write
         self._thread = threading.Thread(target=self._poll, name="registry", daemon=True)
         self._thread.start()
@@ -168,7 +168,7 @@ class RegistryChain(Chain):
     # writes
 
     def register(self) -> int:
-        """Ask for a uid, with the invitation if there is one. Returns it. Raises ChainError."""
+        """Ask for a uid, with the invitation if there is one. Return the uid. Raises ChainError."""
         return int(self._write("register", self._registration()))
 
     def join(self) -> int | None:
@@ -183,33 +183,33 @@ class RegistryChain(Chain):
     def access(self, request: Mapping[str, Any]) -> Any:
         """Ask for URLs of the global bucket, as :mod:`..registry.access` grants them.
 
-        They are secrets. Raises RefusedWrite (Busy: too often) and, if it may help to ask again,
-        ChainError.
+        The URLs are secrets. Raises RefusedWrite (Busy if asked too often), or another ChainError
+        if it may help to ask again.
         """
         self._refuse_plain("access", "a signed URL is")
         return self._write("access", dict(request), changes=False)
 
     def expel(self, hotkey: str, *, again: bool = False) -> dict[str, Any]:
-        """Shut another's hotkey out, or let it in again. For the founder only.
+        """Expel another member's hotkey, or let it in again. For the founder only.
 
-        Returns its uid, the invitation that this ended, and who else came by that.
+        Returns its uid, the invitation that this ended, and who else joined with that invitation.
         """
         return dict(self._write("expel", {"hotkey": hotkey, **({"again": True} if again else {})}))
 
     def invitations(self) -> list[dict[str, Any]]:
-        """Return id, uses left, end and hotkeys of each invitation. For the founder only."""
+        """Return the id, uses left, end and hotkeys of each invitation. For the founder only."""
         return list(self._write("invitations", {}))
 
     def revoke(self, invitation: str) -> list[str]:
-        """End the invitation with this id; return who came by it. For the founder only."""
+        """End the invitation with this id; return who joined with it. For the founder only."""
         return list(self._write("revoke", {"invitation": invitation}))
 
     def invite(self, hashed: str, *, uses: int, expires: float) -> None:
-        """Register an invitation by its hash, as the founder."""
+        """Register an invitation by its hash. For the founder only."""
         self._write("invite", {"hashed": hashed, "uses": uses, "expires": expires})
 
     def allow(self, hotkey: str, allowed: bool = True) -> None:
-        """Allow a hotkey to register, or no longer. For the founder."""
+        """Allow a hotkey to register, or end the permission. For the founder only."""
         self._write("allow", {"hotkey": hotkey, "allowed": allowed})
 
     def commit(self, text: str) -> None:
@@ -219,23 +219,23 @@ class RegistryChain(Chain):
         self._write("serve", {"ip": ip, "port": port, **({"peer": peer} if peer else {})})
 
     def set_weights(self, weights: Mapping[int, float]) -> None:
-        """Do nothing: the scores of a network without a chain stand in its manifests."""
+        """Do nothing: the manifests of a network without a public chain have the scores."""
 
     def report(self, report: NetworkReport) -> None:
-        """Report the network's state for the registry's page. For the founder only."""
+        """Report the network's state for the registry's page. For the founder's validator only."""
         self._write("report", {"report": asdict(report)})
 
     def _write(self, kind: str, fields: dict[str, Any], *, changes: bool = True) -> Any:
-        """Write to the registry; return its result.
+        """Write to the registry, and return the result.
 
-        The state after the write is known then, unless it ``changes`` nothing there.
+        If the write ``changes`` the registry's state, the new state is read as well.
         """
         with self._writing(), self._lock:
             if self._stop.is_set():
                 raise ChainError(f"{kind}: the chain was closed")
             try:
                 if self._seen is None:
-                    self._read_state()  # learn for which receiver to sign
+                    self._read_state()  # learn which receiver to sign for
                 result = self._post(kind, fields)
                 if changes:
                     self._read_state()
@@ -247,16 +247,16 @@ class RegistryChain(Chain):
         if self._settings.invitation is None:
             return {}
         self._refuse_plain("register", "an invitation is")
-        # The setting may be the whole line that `dt-network invite` prints.
+        # The setting may be the whole line that `dt-network invite` printed.
         return {"invitation": self._settings.invitation.get_secret_value().rpartition(".")[2]}
 
     def _refuse_plain(self, kind: str, what: str) -> None:
         """Raise RefusedWrite unless a secret may travel to the registry and back."""
         if not keeps_secrets(self._url, private=self._settings.private):
             raise RefusedWrite(
-                f"{kind}: {what} a secret, and {self._url} is not https, so it was not sent: its "
-                "founder gives an https:// URL as chain.url of the network's file, or private = "
-                "true there, of machines in one private network"
+                f"{kind}: {what} a secret, and {self._url} is not https, so it was not sent: the "
+                "founder must set chain.url of the network's file to an https:// URL, or private = "
+                "true there, if all machines are in one private network"
             )
 
     def _post(self, kind: str, fields: dict[str, Any]) -> Any:
@@ -271,13 +271,13 @@ class RegistryChain(Chain):
             content = json.loads(answer.body)
             given = content["result" if answer.status == 200 else "message"]
         if answer.status == _NO_SUCH_PATH:
-            raise RefusedWrite(f"{kind}: this registry does not know it")
+            raise RefusedWrite(f"{kind}: this registry does not support it")
         if answer.status != 200:
             message = str(given)[:300]
             seen, now = self._seen, time.time()
             apart = 0.0 if seen is None else now - seen.time - self.age().total_seconds()
             if abs(apart) >= _CLOCK_APART:
-                # The registry's own text has the remedy already.
+                # Cut the registry's own advice, since this message gives the same.
                 message = (
                     f"{message.partition('; see whether')[0]} (this machine's clock is "
                     f"{apart:+.0f} s from the registry's: see whether timedatectl says "
@@ -295,16 +295,16 @@ class RegistryChain(Chain):
         try:
             return http.run_to_end(self._exchange(path, body), self._runner)
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-            # The registry closed the kept connection while we asked. A write that it took all the
-            # same is signed again here, and changes nothing the second time.
+            # The registry closed the idle connection while we asked. If it did accept the write, it
+            # is signed again here, and changes nothing the second time.
             return http.run_to_end(self._exchange(path, body), self._runner)
         except RuntimeError as error:
             if "start new thread" not in str(error):
                 raise
-            raise Unusable(f"this machine has no thread left to ask it: {error}") from error
+            raise Unusable(f"this machine has no thread left to ask with: {error}") from error
 
     async def _exchange(self, path: str, body: bytes | None) -> RegistryAnswer:
-        """Return the answer to a read, or to a write that is signed now."""
+        """Return the answer to a read, or to a write, which is signed here."""
         from .auth import sign_btauth
 
         method, headers = "GET", {"if-none-match": self._seen.etag} if self._seen else {}
@@ -331,7 +331,7 @@ class RegistryChain(Chain):
     # reads
 
     def file(self, name: str) -> str:
-        """Return a file of the network that the registry serves; empty if it serves none so named.
+        """Return a file of the network that the registry serves, or "" if it has no such file.
 
         Raises ChainError.
         """
@@ -351,7 +351,7 @@ class RegistryChain(Chain):
         backoff = Backoff(first=min(interval, _FIRST_WAIT), longest=_LONGEST_WAIT)
         try:
             while not self._stop.is_set():
-                wait = interval * random.uniform(0.9, 1.1)  # miners do not poll in step
+                wait = interval * random.uniform(0.9, 1.1)  # so that miners do not poll all at once
                 try:
                     with self._lock:
                         self._read_state()
@@ -362,13 +362,13 @@ class RegistryChain(Chain):
                 except Exception as error:  # noqa: BLE001 - no other thread of this process reads
                     self._counts["failures"] += 1
                     why = _why(error)
-                    # Log once per outage, and once for each other program that answers in its
-                    # place.
+                    # Log once per outage, and once for each other program that answers instead of
+                    # the registry.
                     if not self.trouble or (isinstance(error, Unusable) and why != self.trouble):
                         log.warning(
                             "The registry at %s %s (%s): training continues with what "
-                            "was last known, and it is asked again; if it lasts, see chain.url of "
-                            "the network's file",
+                            "was last known, and more tries follow; if this lasts, check chain.url "
+                            "of the network's file",
                             self._url,
                             "does not answer" if isinstance(error, _FAILURES) else _OURS,
                             why,
@@ -381,19 +381,19 @@ class RegistryChain(Chain):
                 self._runner.run(self._client.aclose())
 
     def _read_state(self) -> None:
-        """Ask for the changes since the last answer; with the lock held."""
+        """Ask for the changes since the last answer. The caller must hold the lock."""
         state, seen = self._ask(), self._seen
         own = self._wallet.ss58 if self._wallet is not None else ""
         ours = find(self._neurons, own)
         if seen is not None and state.start != seen.start and ours is not None:
             shown = state.writes_of(own)
             if {**shown, **self._written} != shown or not shown:
-                # The registry came back without a write of ours. Repeat it before the state is
-                # trusted, because our older endpoint would look like that of somebody else.
+                # The registry came back without one of our writes. Repeat it before trusting the
+                # state, because our older endpoint would look like somebody else's.
                 log.warning(
                     "The registry at %s went back from version %d to %d: it was restored from an "
-                    "older backup; endpoint and commitment are written again, nothing needs to be "
-                    "done",
+                    "older backup; endpoint and commitment are written again, so there is nothing "
+                    "to do",
                     self._url,
                     seen.version,
                     state.version,
@@ -417,8 +417,8 @@ class RegistryChain(Chain):
         answer = self._fetch("/state")
         with _reading(answer.status):
             if answer.status == 304 and self._seen is not None:
-                # What we read is not lost, whichever process answers and from any backup. Compare
-                # the next answers with this version.
+                # What we have read is still valid, no matter which process answers or from which
+                # backup. Compare the next answers with this version.
                 self._seen = replace(
                     self._seen,
                     start=answer.headers["x-start"],
@@ -462,8 +462,8 @@ def answering(
 def _why(error: Exception) -> str:
     if isinstance(error, (ChainError, Unusable)):
         return str(error)
-    # Show the error's own words: they name a fault that only the operator can fix, such as a name
-    # or a certificate.
+    # Show the error's own words: they describe a fault that only the operator can fix, such as in a
+    # host name or a certificate.
     words = "".join(filter(str.isprintable, str(error).partition("\n")[0]))
     words = "connection refused" if http.refuses(error) else words
     return f"{type(error).__name__}: {words:.200}".removesuffix(": ")

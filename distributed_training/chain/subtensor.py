@@ -1,11 +1,12 @@
 """The public chain, through bittensor 11's own client.
 
-It shows who is registered, who may lead, where a member's own bucket is (its commitment) and where
-its DHT peer is (its axon, with the peer's id as the axon's certificate). It asks one endpoint,
-every few minutes and over a connection of its own. A read that fails leaves the last known state.
+The chain shows who is registered, who may lead, where a member's own bucket is (its commitment) and
+where its DHT peer is (its axon, with the peer's id as the axon's certificate). One endpoint is
+asked every few minutes, over a new connection each time. If a read fails, the last known state
+stays.
 
-The client has no deadlines: a node that accepts the connection and stays silent would hold it for
-minutes. So whoever calls it waits a limited time, and no longer than the chain is open.
+The client has no deadlines: a node that accepts the connection and stays silent would block it for
+minutes. So its callers wait for a limited time, and only until the chain is closed.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ from .identity import Wallet
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE = timedelta(seconds=1)  # pause after a failure; each further failure doubles it
-# Seconds for a call that is given up to end; seconds between two looks at a close.
+# Seconds that an abandoned call gets to end; seconds between two checks for a close of the chain.
 _ENDING, _LOOK = 1.0, 0.2
 _COMMITMENTS = ("Commitments", "CommitmentOf")  # pallet and storage map
 _CERTIFICATES = ("SubtensorModule", "NeuronCertificates")
 _LONGEST_COMMITMENT = 128  # bytes of the field Raw128
-_PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,64}")  # base58; a certificate has 64 bytes
+_PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,64}")  # base58; a certificate takes 64 bytes
 
 
 def chain_endpoint(settings: ChainSettings) -> str:
-    """Return the URL of the node that it asks."""
+    """Return the URL of the node that the settings name."""
     from bittensor.settings import resolve_endpoint
 
     return str(resolve_endpoint(settings.chain_endpoint or settings.network)[1])
 
 
 class BittensorChain(Chain):
-    """A :class:`~.base.Chain` over a Subtensor.
+    """A :class:`~.base.Chain` on top of a Subtensor.
 
-    ``settings.call_timeout`` covers a read or a write from the connection to its end.
-    ``substrate``: the SDK's chain access (its own seam, for tests); None: a websocket.
+    ``settings.call_timeout`` covers a whole read or write, including the connection.
+    ``substrate``: the SDK's access to the chain, which tests replace; None: a websocket.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class BittensorChain(Chain):
         call = bittensor.calls.Commitments.set_commitment(
             netuid=self._netuid, info={"fields": [{f"Raw{len(raw)}": raw}]}
         )
-        # The default signer would be the coldkey.
+        # Name the signer, because the default is the coldkey.
         self._write("commit", lambda c, keys: c.submit_call(call, keys, signer="hotkey"))
 
     def serve(self, ip: str, port: int, peer: str = "") -> None:
@@ -87,7 +88,7 @@ class BittensorChain(Chain):
 
         place: dict[str, Any] = {"netuid": self._netuid, "ip": ip, "port": port}
         intent = bittensor.ServeAxon(**place)
-        if peer:  # follows a byte for the kind of key, which is none of the chain's kinds
+        if peer:  # preceded by a byte for the kind of key: 0, which is none of the chain's kinds
             intent = bittensor.ServeAxonTls(**place, certificate="0x00" + peer.encode().hex())
         self._write("serve", lambda c, keys: c.execute(intent, keys))
 
@@ -109,7 +110,8 @@ class BittensorChain(Chain):
                 with suppress(Exception):  # the write is seen at the next read
                     await self._read(client)
 
-        # Use a thread: a notebook's has a running event loop, and cannot run a second one.
+        # Use a thread: in a notebook the caller's thread already runs an event loop, and cannot run
+        # a second one.
         with self._writing(), ThreadPoolExecutor(1) as thread:
             thread.submit(self._call, write(), f"{kind}: ").result()
 
@@ -118,7 +120,7 @@ class BittensorChain(Chain):
     def _call(self, work: Coroutine[Any, Any, None], kind: str = "") -> None:
         """Do ``work`` in this thread. Raises ChainError if it fails or does not end in time."""
         seconds, loop = self._settings.call_timeout.total_seconds(), asyncio.new_event_loop()
-        # Ignore errors of calls that were given up, since the call's own failure was logged.
+        # Ignore errors of abandoned calls, since the failure of the call itself was logged.
         loop.set_exception_handler(lambda _, context: log.debug("%s", context))
         task, until = loop.create_task(work), time.monotonic() + seconds
         while not (task.done() or self._closed.is_set() or time.monotonic() >= until):
@@ -126,14 +128,14 @@ class BittensorChain(Chain):
             loop.run_until_complete(asyncio.wait({task}, timeout=min(_LOOK, left)))
         why = ""
         if not task.done():
-            late = f"no answer of the chain within {seconds:.0f} s"
+            late = f"no answer from the chain within {seconds:.0f} s"
             why = "the chain was closed" if self._closed.is_set() else late
             task.cancel()  # a peer that is gone never answers the closing handshake
             loop.run_until_complete(asyncio.wait({task}, timeout=_ENDING))
         loop.close()
         if why:
             raise ChainError(kind + why)
-        # Look at the task's error here: a panic in the compiled part of the SDK is not an
+        # Check the task's error here, because a panic in the compiled part of the SDK is not an
         # Exception.
         if (error := task.exception()) is not None:
             raise ChainError(kind + _describe(error)) from error
@@ -159,8 +161,8 @@ class BittensorChain(Chain):
                 if not self.trouble and not self._closed.is_set():  # one line per outage
                     log.warning(
                         "The chain at %s cannot be read (%s): training continues with what was "
-                        "last known, and it is asked again; if it lasts, give another node with "
-                        "--subtensor.chain_endpoint",
+                        "last known, and more tries follow; if this lasts, choose another node "
+                        "with --subtensor.chain_endpoint",
                         self._endpoint + via(self._endpoint),
                         error,
                     )
@@ -176,7 +178,8 @@ class BittensorChain(Chain):
             self._endpoint, fallback_endpoints=[], archive_endpoints=[], substrate=self._substrate
         )
         try:
-            # The SDK also reads the token symbols of all subnets, which anybody may choose.
+            # The SDK also reads the token symbols of all subnets, which their owners may choose
+            # freely, so ignore its errors about them.
             with suppress(ValueError, TypeError, LookupError):
                 await client.connect()
             yield client
@@ -188,7 +191,7 @@ class BittensorChain(Chain):
         if graph is None:
             raise ChainError(f"there is no subnet {self._netuid}: check chain.netuid of the file")
         if not graph.neurons:  # the SDK returns an empty list for a field that an answer lacks
-            raise ChainError(f"it shows no member at all on subnet {self._netuid}")
+            raise ChainError(f"it shows no members at all on subnet {self._netuid}")
         peers = await self._texts(client, _CERTIFICATES, _peer_id)
         texts = await self._texts(client, _COMMITMENTS, _committed)
         neurons = []
@@ -209,15 +212,15 @@ class BittensorChain(Chain):
     async def _texts(
         self, client: Any, item: tuple[str, str], text_of: Callable[[Any], str]
     ) -> dict[str, str] | None:
-        """Return the texts that a storage map has, by hotkey; None if it cannot be read."""
+        """Return the texts in a storage map, by hotkey; None if it cannot be read."""
         try:
             entries = await client.query_map(item, [self._netuid])
-        except Exception as error:  # noqa: BLE001 - foreign bytes: none may hide the members
+        except Exception as error:  # noqa: BLE001 - foreign bytes must not hide the members
             log.debug("%s cannot be read: %s", item[1], _describe(error))
             return None
         texts: dict[str, str] = {}
         for hotkey, entry in entries:
-            with suppress(ValueError):  # another form is not one of ours
+            with suppress(ValueError):  # entries of another form are not ours
                 texts[str(hotkey)] = text_of(entry)
         return texts
 
@@ -237,9 +240,8 @@ def _peer_id(entry: Any) -> str:
 def _committed(entry: Any) -> str:
     """Return the text of one commitment from the SDK's decoded entry.
 
-    The entry has one field ``Raw<n>`` of n bytes, in hexadecimal digits. Raises ValueError for
-    every other content of an entry: hashes, timelocked and larger fields, several fields, bytes
-    that are not text.
+    The entry has one field ``Raw<n>`` of n bytes, in hexadecimal digits. Raises ValueError for any
+    other content: hashes, timelocked or larger fields, several fields, or bytes that are not text.
     """
     match entry:
         case {"info": {"fields": [{**field}]}} if len(field) == 1:
@@ -251,7 +253,7 @@ def _committed(entry: Any) -> str:
 
 
 def _describe(error: object) -> str:
-    """Word an error in one line; the SDK's texts may have several."""
+    """Describe an error in one line; the SDK's texts may have several lines."""
     text = " ".join(str(error).split())[:200]
     if isinstance(error, ChainError):
         return text

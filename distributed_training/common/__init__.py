@@ -1,1 +1,1 @@
-"""Helpers for every package that no library has: files, processes, ports, back-off, HTTP."""
+"""Helpers for all packages that no library provides: files, processes, ports, back-off, HTTP."""

@@ -1,7 +1,7 @@
 """Tell from where an IP address can be reached, whatever form it is written in.
 
-Others announce addresses and programs call them. One of a private network or of the machine itself
-would make a program that others reach call services which they cannot reach themselves.
+Our programs connect to addresses that others announce. With an address in a private network, or of
+the machine itself, somebody could make a program call services that only this program can reach.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from urllib.parse import urlsplit
 
 
 class Reach(enum.IntEnum):
-    """The machines that can reach an address, from all of them to this one."""
+    """Which machines can reach an address, from all machines to none."""
 
     EVERYWHERE = 0
-    NETWORK = 1  # a private network
+    NETWORK = 1  # machines in the same private network
     MACHINE = 2  # this machine only
-    NOWHERE = 3  # a single link, many machines, nobody, or a cloud's own service
+    NOWHERE = 3  # link-local, multicast, unspecified or reserved, or a cloud's own service
 
 
-#: Addresses at which clouds give keys to their machines, in addition to 169.254.169.254.
+#: Addresses at which clouds hand out keys to their machines, in addition to 169.254.169.254.
 _OF_CLOUDS = frozenset(
     map(
         ipaddress.ip_address,
@@ -35,7 +35,7 @@ _OF_NOBODY = ipaddress.ip_network("0.0.0.0/8")
 
 
 def keeps_secrets(url: str, *, private: bool) -> bool:
-    """Return whether a secret may travel to ``url``: encrypted, or over no network but ours.
+    """Return whether a secret may be sent to ``url``: encrypted, or only over our own network.
 
     ``private``: all machines are in one private network.
     """
@@ -45,7 +45,7 @@ def keeps_secrets(url: str, *, private: bool) -> bool:
 
 
 def reach(text: str) -> Reach:
-    """Return from where ``text``, an IP address, can be reached. Raises ValueError for another."""
+    """Return who can reach the IP address ``text``. Raises ValueError if it is not an address."""
     address = ipaddress.ip_address(text)
     if address.is_loopback:
         return Reach.MACHINE
@@ -71,7 +71,7 @@ def reach(text: str) -> Reach:
 
 
 def is_inside(url: str) -> bool:
-    """Return whether the host of ``url`` has an address that is not a public one."""
+    """Return whether the host of ``url`` has an address that is not public."""
     try:
         found = socket.getaddrinfo(urlsplit(url).hostname, None, type=socket.SOCK_STREAM)
         addresses = [str(info[4][0]).partition("%")[0] for info in found]

@@ -1,4 +1,4 @@
-"""Pace what repeats: waits before another try, and log lines that would come too often."""
+"""Limit how often something repeats: waits between attempts, and throttled log lines."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ BURST_SECONDS = 6.0  # a bucket holds as many tokens as its rate allows in this 
 
 
 class Clocks(NamedTuple):
-    """Seconds that only grow, and this machine's Unix time."""
+    """A monotonic clock and this machine's Unix time, both in seconds."""
 
     steady: Callable[[], float] = time.monotonic
     unix: Callable[[], float] = time.time
 
 
 def doubling(failures: int, *, first: timedelta, longest: timedelta) -> timedelta:
-    """Return ``first`` after the first failure, doubled by each further one, up to ``longest``."""
-    # Bound the exponent first, since the failures of weeks would overflow a timedelta.
+    """Return ``first`` after one failure, doubled with each further failure up to ``longest``."""
+    # Cap the exponent first: after weeks of failures, the result would overflow a timedelta.
     return min(first * 2 ** min(max(failures, 1) - 1, 30), longest)
 
 
@@ -35,7 +35,7 @@ class Backoff:
         self._failures = 0
 
     def failed(self) -> timedelta:
-        """Count a failure. Returns how long to wait: between half of the doubled wait and all."""
+        """Count a failure; return how long to wait, a random half to all of the doubled wait."""
         self._failures += 1
         wait = doubling(self._failures, first=self._first, longest=self._longest)
         return wait * random.uniform(0.5, 1.0)
@@ -45,15 +45,15 @@ class Backoff:
 
     @property
     def failures(self) -> int:
-        """The number of failures in a row."""
+        """The number of consecutive failures."""
         return self._failures
 
 
 class Throttle:
-    """Let something through at most once in ``every`` seconds, separately for each key.
+    """Let something pass at most once in ``every`` seconds, separately for each key.
 
-    ``most``: how often in ``every`` seconds, all keys together. The ``most_keys`` that came through
-    last are remembered. ``clock`` returns seconds, monotonic.
+    ``most``: how many may pass in ``every`` seconds, over all keys. Only the last ``most_keys``
+    keys that passed are remembered. ``clock`` returns monotonic seconds.
     """
 
     def __init__(
@@ -66,20 +66,20 @@ class Throttle:
     ) -> None:
         self._every = every
         self._most = most
-        self._window = -math.inf, 0  # when the window began, and how many came through since
+        self._window = -math.inf, 0  # when the window began, and how many have passed since
         self._most_keys = most_keys
         self._clock = clock
         self._passed_at: OrderedDict[Hashable, float] = OrderedDict()
 
     def __call__(self, key: Hashable = None) -> bool:
-        """Return whether it may come through now; if so, the next ``every`` seconds begin."""
+        """Return whether ``key`` may pass now; if so, its next ``every`` seconds begin."""
         now, before = self._clock(), self._passed_at.get(key)
         if before is not None and now - before < self._every:
             return False
         began, passed = self._window
         if now - began >= self._every:
             began, passed = now, 0
-        if passed >= self._most:  # the key's own time does not begin then
+        if passed >= self._most:  # the key's own ``every`` seconds do not begin
             return False
         self._window = began, passed + 1
         self._passed_at[key] = now
@@ -91,14 +91,14 @@ class Throttle:
 
 
 class Repeats:
-    """A :class:`Throttle` that counts what it holds back, for the next line of the same key."""
+    """A :class:`Throttle` that counts what it suppresses, for the next line of the same key."""
 
     def __init__(self, every: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._throttle = Throttle(every, clock=clock)
         self._held: Counter[Hashable] = Counter()
 
     def __call__(self, key: Hashable = None) -> str | None:
-        """Return what to add to a line of ``key``; None: the line is not to be written."""
+        """Return what to append to a line of ``key``; None if the line must not be written."""
         if not self._throttle(key):
             self._held[key] += 1
             return None
@@ -108,7 +108,7 @@ class Repeats:
 
 
 class Buckets:
-    """Token buckets by key, the least recently used forgotten beyond ``capacity``.
+    """Token buckets by key; beyond ``capacity`` the least recently used ones are forgotten.
 
     Not thread-safe.
     """
@@ -135,12 +135,11 @@ class Buckets:
         return self._level(key, self._clock()) < 1.0
 
     def draw(self, key: Hashable) -> bool:
-        """Draw one token; return False when there is none."""
+        """Draw one token; return False if there is none."""
         now = self._clock()
         level = self._level(key, now)
         enough = level >= 1.0
-        # Keep the key even when it is refused: a key that was forgotten would have a full bucket
-        # again.
+        # Keep the key even if it is refused: a forgotten key would get a full bucket again.
         self._levels[key] = (level - 1.0 if enough else level, now)
         self._levels.move_to_end(key)
         if len(self._levels) > self._capacity:

@@ -1,9 +1,9 @@
-"""Bound what the clients of a uvicorn server may hold: seconds, bytes of a head, connections.
+"""Limit what the clients of a uvicorn server may take: time, size of a head, connections.
 
-uvicorn waits for a request, for its body, and for room to send in, without an end, and no
-middleware sees a request before its head is complete. So a server that anybody reaches takes a
-subclass of :class:`BoundedConnection` as its protocol, with its own :class:`Bounds`. They hold
-without a proxy; behind one that the server names, the proxy's own connections are not counted.
+uvicorn waits without limit for a request, for its body, and for a client that reads its answer
+slowly, and no middleware sees a request before its head is complete. So a server that anybody can
+reach uses a subclass of :class:`BoundedConnection` as its protocol, with its own :class:`Bounds`.
+The bounds need no proxy. If the server names one, the limit per client does not apply to it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_HEAD_BYTES, MAX_HEAD_LINES = 8 * 1024, 64  # a signed request has half a KB and 11 lines
 _END_OF_HEAD = b"\r\n\r\n"
-_EARLIER_END = re.compile(rb"\n\r?\n")  # h11 would take what follows for another request
+_EARLIER_END = re.compile(rb"\n\r?\n")  # h11 would treat what follows as another request
 _LINGER = 1.0  # seconds for a client to read why its request was refused
 _REFUSALS = {
     "malformed": b"400 Bad Request",
@@ -31,11 +31,12 @@ _REFUSALS = {
 
 @dataclass
 class Bounds:
-    """The bounds of one server, shared by its connections, and what they refused.
+    """The limits of one server, shared by its connections, and counts of what was refused.
 
-    ``most``: the most connections of all clients. ``of_client``: the most of one client, except our
-    own ``proxy``. ``patience``: seconds for a head, for a body before its ``pace`` counts, and for
-    a client to read on. ``pace``: bytes per second.
+    ``most``: the most connections of all clients. ``of_client``: the most connections of one
+    client, except our own ``proxy``. ``patience``: seconds that a client has to send a head, to
+    send a body before ``pace`` applies, and to continue reading. ``pace``: the slowest allowed
+    rate in bytes per second.
     """
 
     most: int = 256
@@ -44,20 +45,20 @@ class Bounds:
     pace: float = 16 * 1024
     proxy: str | None = None
     refused: Counter[str] = field(default_factory=Counter)
-    # Connections in order of arrival. They are kept here, since looking through all at each arrival
-    # would be a flood of its own.
+    # Connections by client, in order of arrival. Without this index, each arrival would search
+    # through all connections, which would make a flood worse.
     held: dict[str, dict[BoundedConnection, None]] = field(
         default_factory=lambda: defaultdict(dict)
     )
-    # Connections that wait for a head.
+    # Connections that are waiting for a head.
     waiting: dict[BoundedConnection, None] = field(default_factory=dict)
 
 
 class BoundedConnection(H11Protocol):
-    """A connection whose client sends a request in time, and reads its answer.
+    """A connection whose client has to send its request and read the answer in time.
 
-    Where there are too many, the one that has waited longest for a request makes room: a client
-    that sends a whole request at once is answered, however many others send slow ones.
+    If there are too many connections, the one that has waited longest for a request is closed: a
+    client that sends a whole request at once is answered, however many others send slow requests.
     """
 
     bounds: Bounds
@@ -66,9 +67,9 @@ class BoundedConnection(H11Protocol):
         super().__init__(*given, **more)
         self._deadline: asyncio.TimerHandle | None = None
         self._client = ""
-        self._head = bytearray()  # the head of the next request, until it is whole
+        self._head = bytearray()  # the head of the next request, until it is complete
         self._left = 0  # bytes of the body that are still to come
-        self._began, self._body = 0.0, 0  # when the body began, and the bytes of it that came
+        self._began, self._body = 0.0, 0  # when the body began, and its bytes so far
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -100,7 +101,7 @@ class BoundedConnection(H11Protocol):
         self.bounds.waiting.pop(self, None)
         mine = self.bounds.held[self._client]
         mine.pop(self, None)
-        if not mine:  # otherwise an entry would stay for every address that ever called
+        if not mine:  # otherwise an entry would stay for every address that ever connected
             del self.bounds.held[self._client]
         self._rest()
 
@@ -141,7 +142,7 @@ class BoundedConnection(H11Protocol):
                 self._rest()
 
     def _whole_head(self, data: bytes) -> bytes:
-        """Return what came once the head is complete and may be parsed; until then nothing."""
+        """Return all bytes so far once the head is complete and valid; until then nothing."""
         self._unset_keepalive_if_required()
         if not self._head and self._deadline is None:  # the head of a later request
             self._expect()
@@ -188,7 +189,7 @@ class BoundedConnection(H11Protocol):
         self._deadline = self.loop.call_later(self.bounds.patience, self._late, unread)
 
     def _late(self, before: int) -> None:
-        """Cut the connection unless its client sends or reads on at the pace of :class:`Bounds`."""
+        """Abort the connection unless its client keeps the pace that :class:`Bounds` requires."""
         self._deadline = None
         bounds, unread = self.bounds, self.transport.get_write_buffer_size()
         if self._left and not unread:
@@ -198,7 +199,7 @@ class BoundedConnection(H11Protocol):
                 self._expect()
                 return
         elif unread:
-            # An answer counts as complete while megabytes of it are still on their way.
+            # uvicorn considers an answer complete even if megabytes of it are still unsent.
             if unread <= before - bounds.pace * bounds.patience:
                 self._expect()
                 return
@@ -209,7 +210,7 @@ class BoundedConnection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # The request was refused before its body was read, so the rest is not read any more.
+        # The request was answered before its body was read, so do not read the rest.
         if self._left:
             self.transport.close()
         if not self.transport.is_closing():
@@ -228,7 +229,7 @@ class BoundedConnection(H11Protocol):
 
 
 def normalize(address: str) -> str:
-    """Return one key per client: IPv4 also when mapped into IPv6, IPv6 by its /64."""
+    """Return one key per client: its IPv4 address, even if mapped into IPv6, or its IPv6 /64."""
     if "." in address and ":" not in address:
         return address
     try:

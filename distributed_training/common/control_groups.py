@@ -1,7 +1,8 @@
-"""Read the limits of Linux control groups, as Docker, Kubernetes, Slurm and systemd set them.
+"""Read the limits of Linux control groups, which Docker, Kubernetes, Slurm and systemd set.
 
-A machine rented in part shows all its cores and memory, and the groups say what may be used: those
-of a process and of all above it count, in both versions of the interface.
+A machine that is rented in part shows all of its cores and memory, but control groups limit what
+may be used. The limits of a process's own group and of all groups above it apply, in both versions
+of the interface.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from pathlib import Path
 
 
 def group_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:
-    """Yield the folders of the own control group and of those above it, and their version.
+    """Yield the folders of our control group and of the groups above it, with their version.
 
-    ``controller``: the one of version 1, ``memory`` or ``cpu``. ``root``: the folder of /proc and
-    /sys.
+    ``controller``: the controller in version 1, ``memory`` or ``cpu``. ``root``: the folder that
+    contains /proc and /sys.
     """
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
-    for group in groups:  # "0::/path", or by version 1 "4:cpu,cpuacct:/path"
+    for group in groups:  # "0::/path", or in version 1 "4:cpu,cpuacct:/path"
         controllers, _, path = group.partition(":")[2].partition(":")
         if controllers and controller not in controllers.split(","):
             continue
@@ -30,7 +31,7 @@ def group_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[Pat
         if controllers:
             # Some distributions link "cpu" to "cpu,cpuacct".
             mount /= controller if (mount / controller).is_dir() else controllers
-        # In a container the path may be the host's, and the limit is at the mount.
+        # In a container the path may be the host's path, and then the limit is at the mount.
         own = mount / path.strip("/")
         for folder in (own, *(parent for parent in own.parents if parent.is_relative_to(mount))):
             yield folder, 1 if controllers else 2
@@ -39,8 +40,8 @@ def group_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[Pat
 def usable_cores(root: Path = Path("/")) -> int:
     """Return the cores that this process may use, at least 1.
 
-    They are those that it may run on, or the time that a quota gives, in cores rounded up: threads
-    above it are stopped in the middle of their work.
+    It counts the cores that the process may run on, or fewer if a quota limits its CPU time
+    (rounded up to whole cores): the kernel pauses additional threads in the middle of their work.
     """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))

@@ -1,11 +1,11 @@
 """Durable files: a file that must not be lost is written under a temporary name and renamed.
 
-After a crash a reader finds the old content or the new, never half of it. The folder is synced too:
-without that the rename itself may be lost with the power. This is the only place that does so.
+After a crash, a reader finds either the old content or the new content, never half of it. The
+folder is synced too: otherwise a power loss may undo the rename. No other module does this.
 
-A process keeps its state over a restart as a dataclass in a small JSON file: :func:`write_state`
-writes it, :func:`read_state` checks it. All such files are treated alike when a bad disk damaged
-them.
+A process keeps its state across a restart as a dataclass in a small JSON file:
+:func:`write_state` writes it, :func:`read_state` reads and checks it. A file that a bad disk has
+damaged is always treated in the same way.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ log = logging.getLogger(__name__)
 
 State = TypeVar("State")
 
-LARGEST_JSON = 16 * 1024 * 1024  # bytes of a file that one of our processes wrote
-LARGEST_STATE = 4 * 1024 * 1024  # bytes; ours have at most a few hundred thousand
+LARGEST_JSON = 16 * 1024 * 1024  # the most bytes in a file that one of our processes wrote
+LARGEST_STATE = 4 * 1024 * 1024  # bytes; our files have at most a few hundred thousand
 LONGEST_LINE = 1024 * 1024  # bytes
 
 _not_written = Repeats(600.0)
-_UNTOLD = Throttle(math.inf, most_keys=16)  # one line per file system
+_UNTOLD = Throttle(math.inf, most_keys=16)  # one warning per file system
 
 FSTAB = Path("/etc/fstab")
-#: Errors of exFAT, SMB and FUSE, which have no hard links.
+#: Errors of file systems without hard links: exFAT, SMB and FUSE.
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
@@ -52,7 +52,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 def sync_folder(folder: Path) -> None:
     """Make the folder's entries (a rename, a new file) survive a power loss.
 
-    Does nothing if the file system has no such operation, as some network disks and vboxsf.
+    Do nothing if the file system does not support this, like some network disks and vboxsf.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -65,9 +65,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int | None:
-    """Return the bytes free where ``folder`` is, None if its file system does not tell.
+    """Return the free bytes on the disk of ``folder``, or None if they are not known.
 
-    Some network disks (BlobFuse, quotas of clusters) say 0 of 0 and take writes all the same.
+    Some network disks (BlobFuse, clusters with quotas) report 0 of 0 bytes but still accept writes.
     Raises OSError.
     """
     usage = shutil.disk_usage(folder)
@@ -75,7 +75,7 @@ def free_bytes(folder: Path) -> int | None:
         return usage.free
     if _UNTOLD(os.stat(folder).st_dev):
         log.warning(
-            "The disk of %s does not tell how much of it is free, so room is not checked before "
+            "The disk of %s does not report how much of it is free, so this is not checked before "
             "something is written there: keep enough free yourself",
             folder,
         )
@@ -86,17 +86,18 @@ def free_bytes(folder: Path) -> int | None:
 def atomic_file(
     path: Path, *, durable: bool = True, private: bool = False, new: bool = False
 ) -> Iterator[IO[bytes]]:
-    """Yield a file that appears under ``path`` whole when the block ends, or not at all.
+    """Yield a file that appears at ``path``, complete, when the block ends, or not at all.
 
-    The folder is made if it is missing. ``durable=False`` leaves out the syncs: for what a power
-    loss may take. ``private``: nobody else may read it. ``new``: FileExistsError if there is
-    one. Raises OSError, its ``filename`` always set; nothing is left behind then.
+    The folder is created if it is missing. ``durable=False`` skips the syncs, for files that a
+    power loss may destroy. ``private``: only this user may read the file. ``new``: raise
+    FileExistsError if the file exists. Raises OSError, always with its ``filename`` set, and leaves
+    nothing behind in that case.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Threads and processes may write the same path at once: the last one wins, and no file is torn.
+    # Threads and processes may write to the same path at once: the last one wins, without mixing.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
-        mode = 0o600 if private else 0o666  # the umask takes bits away
+        mode = 0o600 if private else 0o666  # the umask removes bits
         with open(temporary, "wb", opener=lambda path, flags: os.open(path, flags, mode)) as handle:
             yield handle
             handle.flush()
@@ -109,7 +110,7 @@ def atomic_file(
             os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
         # torch.save hides the disk's error behind its own ("unexpected pos"), which callers that
-        # handle a full disk would take for a defect.
+        # handle a full disk would mistake for a defect.
         disk = error if isinstance(error, OSError) else error.__context__
         if not isinstance(disk, OSError):
             raise
@@ -124,7 +125,7 @@ def atomic_file(
 
 
 def name_new(temporary: Path, path: Path) -> None:
-    """Give a file its name, and replace nothing, whoever else writes at this moment."""
+    """Rename a file without replacing another, even if somebody writes at the same moment."""
     try:
         os.link(temporary, path)
     except OSError as error:
@@ -133,7 +134,7 @@ def name_new(temporary: Path, path: Path) -> None:
         try:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         except FileExistsError:
-            if path.stat().st_size:  # otherwise a writer that was killed here had taken the name
+            if path.stat().st_size:  # an empty file was left by a writer that was killed here
                 raise
         os.replace(temporary, path)
 
@@ -148,14 +149,14 @@ def write_at(handle: int, data: bytes | memoryview, position: int) -> None:
 
 
 def write_bytes(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Replace ``path`` by ``data``, whole or not at all. Raises OSError."""
+    """Replace the content of ``path`` by ``data``, completely or not at all. Raises OSError."""
     with atomic_file(path, durable=durable) as handle:
         handle.write(data)
 
 
 def write_json(path: Path, content: Any, *, durable: bool = True) -> None:
-    """Replace ``path`` by ``content`` as sorted, indented JSON. Raises OSError, TypeError."""
-    # An error here must come before the file is opened.
+    """Write ``content`` to ``path`` as sorted, indented JSON. Raises OSError, TypeError."""
+    # Serialize first, so that an error comes before the file is opened.
     text = json.dumps(content, indent=4, sort_keys=True)
     write_bytes(path, text.encode(), durable=durable)
 
@@ -163,11 +164,12 @@ def write_json(path: Path, content: Any, *, durable: bool = True) -> None:
 def read_json_object(path: Path) -> dict[str, Any] | None:
     """Read the JSON object in ``path``; None if missing, damaged or over ``LARGEST_JSON`` bytes.
 
-    Damaged means: anything that is not one JSON object, however deep or oddly encoded.
+    Anything that is not a single JSON object counts as damaged, even if it is nested too deeply or
+    oddly encoded.
     """
     try:
         with path.open("rb") as handle:
-            # Bound the bytes that are read: the file may grow after we have asked for its size.
+            # Limit the bytes that are read: the file may grow after a check of its size.
             data = handle.read(LARGEST_JSON + 1)
     except OSError:
         return None
@@ -175,12 +177,12 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
 
 
 def read_state(path: Path, kind: type[State], *, lost: str) -> State | None:
-    """Return what :func:`write_state` wrote: a dataclass of type ``kind``; None without a file.
+    """Return what :func:`write_state` wrote: a dataclass of type ``kind``; None if no file exists.
 
-    A file that holds no ``kind``, or more than ``LARGEST_STATE`` bytes, is damaged: it is renamed
-    to ``NAME.damaged``, one WARNING names it and ends with ``lost``, the consequence, and None is
-    returned. A file that cannot be read stays where it is, with such a line. Fields that ``kind``
-    does not have are left out: another version may have written them.
+    A file that is not a valid ``kind``, or has more than ``LARGEST_STATE`` bytes, is damaged: it is
+    renamed to ``NAME.damaged``, one WARNING names it and ends with ``lost``, the consequence, and
+    None is returned. A file that cannot be read stays where it is, with a similar WARNING. Fields
+    that ``kind`` does not have are ignored: another version may have written them.
     """
     try:
         with path.open("rb") as file:
@@ -191,10 +193,10 @@ def read_state(path: Path, kind: type[State], *, lost: str) -> State | None:
             return state
     except FileNotFoundError:
         return None
-    except OSError as error:  # it may be a whole file on a disk that is away, so do not rename it
+    except OSError as error:  # the file may be intact and its disk unavailable: do not rename it
         log.warning("%s cannot be read (%s): %s", path, error.strerror, lost)
         return None
-    except ValueError:  # pydantic's ValidationError, whose text would show what the file holds
+    except ValueError:  # pydantic's ValidationError, whose text would quote the file's content
         pass
     aside = path.with_name(f"{path.name}.damaged")
     with contextlib.suppress(OSError):
@@ -205,25 +207,25 @@ def read_state(path: Path, kind: type[State], *, lost: str) -> State | None:
 
 @functools.cache
 def adapter_of(kind: Any) -> TypeAdapter[Any]:
-    """Return pydantic's reader of ``kind``, a class; it is made once, which takes milliseconds."""
-    # Imported here, since programs that only write or follow files start without it.
+    """Return pydantic's validator of the class ``kind``; creating it takes milliseconds, once."""
+    # Imported here, so that programs that only write or follow files start without pydantic.
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
 
 
 def write_state(path: Path, state: Any, *, durable: bool = True, lost: str = "") -> bool:
-    """Replace ``path`` by the dataclass ``state`` as JSON, whole or not at all.
+    """Write the dataclass ``state`` to ``path`` as JSON, completely or not at all.
 
-    Raises OSError, unless ``lost`` names the consequence: then one WARNING says so, at most every
-    ten minutes for each path, and False is returned.
+    Raises OSError, unless ``lost`` names the consequence of an error: in that case a WARNING is
+    logged, at most every ten minutes for each path, and False is returned.
     """
     try:
         write_json(path, asdict(state), durable=durable)
     except OSError as error:
         if not lost:
             raise
-        # Log this seldom: some files are written once a second, and the log is mostly on the same
+        # Log this rarely: some files are written once a second, and the log is usually on the same
         # disk.
         if (again := _not_written((path, error.errno))) is not None:
             log.warning("%s was not written (%s): %s%s", path, error.strerror, lost, again)
@@ -232,7 +234,7 @@ def write_state(path: Path, state: Any, *, durable: bool = True, lost: str = "")
 
 
 def json_line(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object of a line; None for anything else: cut by a kill, or damaged."""
+    """Return the JSON object in a line; None for anything else, such as a truncated line."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):
@@ -241,7 +243,7 @@ def json_line(line: bytes) -> dict[str, Any] | None:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return the tables of a TOML text. Raises ValueError, which says why it is none."""
+    """Return the tables of a TOML text. Raises ValueError, which says why it is not valid."""
     try:
         return tomllib.loads(text)  # a number of 5000 digits raises a bare ValueError
     except RecursionError:
@@ -249,12 +251,12 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def rotated(path: Path) -> Path:
-    """Return the path of the older lines of ``path``, which are moved there when it is too long."""
+    """Return the path to which the lines of ``path`` are moved when the file becomes too long."""
     return path.with_name(path.name + ".1")
 
 
 def open_at_once(path: str | Path) -> IO[bytes]:
-    """Open a file to read, without waiting for the writer of a pipe. Raises OSError."""
+    """Open a file for reading; if it is a pipe, do not wait for a writer. Raises OSError."""
     # If the opener has opened a folder, open() closes it.
     return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
@@ -265,36 +267,36 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-#: The disk, or this user's part of it, is full.
+#: Errors which mean that the disk, or this user's quota, is full.
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_full(error: OSError) -> bool:
-    """Return whether the disk, or this user's part of it, is full."""
+    """Return whether the error means that the disk, or this user's quota, is full."""
     return error.errno in FULL
 
 
 def late_mount(folder: Path, fstab: Path | None = None) -> str | None:
-    """Return the mount point at or above ``folder`` that ``fstab`` names and is not mounted.
+    """Return a mount point at or above ``folder`` that is in ``fstab`` but not mounted, if any.
 
     Create nothing at this path: once the disk is mounted, it hides what was written there and shows
     its earlier content.
     """
-    import psutil  # imported here, since programs that only read and write files start without it
+    import psutil  # imported here, so that programs that only use files start without it
 
     try:
         lines = [line.split() for line in (fstab or FSTAB).read_text().splitlines()]
     except (OSError, ValueError):
         return None
-    # A path may end with a slash, go through a link, or hold octal escapes. Skip lines that begin
-    # with "#": somebody took them out, and their disk never comes.
+    # A path may end with a slash, go through a link, or contain octal escapes. Skip lines that
+    # begin with "#": they are commented out, so their disks will never be mounted.
     named = (fields[1] for fields in lines if len(fields) >= 3 and not fields[0].startswith("#"))
     wanted = {os.path.normpath(_OCTAL.sub(lambda m: chr(int(m[1], 8)), path)) for path in named}
-    # Without all=True psutil leaves out network disks and bind mounts. "/" is added, since in a
+    # Without all=True, psutil leaves out network disks and bind mounts. "/" is added, since in a
     # chroot no mount has that name.
     mounted = {"/", *(os.path.normpath(p.mountpoint) for p in psutil.disk_partitions(all=True))}
-    # Resolve only paths that are not mounted: that of a network disk that does not answer takes for
-    # ever.
+    # Resolve only paths that are not mounted: resolving the path of a network disk that does not
+    # answer would hang.
     late = {os.path.realpath(path) for path in wanted - mounted} - mounted
     place = folder.absolute().resolve()
     return next((str(p) for p in (place, *place.parents) if str(p) in late), None)

@@ -1,8 +1,8 @@
-"""The GPUs that are known: what their data sheets say, and what one costs.
+"""The known GPUs: their peak rates and their prices.
 
 Peaks are dense bf16 tensor-core rates with float32 accumulation, without sparsity. They come from
 NVIDIA's data sheets (A100, A10, A40, L4, L40S, H100, H200, B200) and architecture white papers
-(GA102, AD102, Blackwell RTX). An unknown GPU, and a CPU, has no MFU: better none than a wrong one.
+(GA102, AD102, Blackwell RTX). Unknown GPUs and CPUs have no MFU: better no value than a wrong one.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("A10", 125.0),
     ("L4", 121.0),
 )
-# Cut-down variants whose names contain one of the above but whose peak differs or is not known.
+# Cut-down variants whose names contain a name from above but whose peak differs or is not known.
 _NOT_KNOWN = ("RTX 4090 D", "RTX 4090 Laptop", "RTX 5090 D", "RTX 5090 Laptop", "GB200")
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the dense bf16 FLOP/s of a GPU by its name, or None."""
+    """Return the peak dense bf16 FLOP/s of a GPU by its name, or None if it is not known."""
     if any(name in device_name for name in _NOT_KNOWN):
         return None
     words = device_name.replace("-", " ").split()
@@ -48,7 +48,7 @@ def peak_flops(device_name: str) -> float | None:
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU that plans are made for. ``memory`` in GB; ``price``: dollars an hour."""
+    """A GPU to make plans for. ``memory``: in GB; ``price``: in dollars per hour."""
 
     name: str
     memory: float
@@ -56,7 +56,7 @@ class Card:
 
     @property
     def peak(self) -> float:
-        """FLOP/s."""
+        """The peak rate in FLOP/s."""
         found = peak_flops(self.name)
         assert found is not None
         return found

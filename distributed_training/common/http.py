@@ -1,4 +1,4 @@
-"""Read an HTTP answer of an untrusted server, bounded in size and in time."""
+"""Read an HTTP answer from an untrusted server, with limits on its size and time."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ Found = TypeVar("Found")
 
 
 def run_to_end(work: Coroutine[Any, Any, Found], runner: asyncio.Runner | None = None) -> Found:
-    """Return what a coroutine does, from any thread: a notebook's has a loop that runs already.
+    """Run a coroutine and return its result, even if this thread already runs a loop (a notebook).
 
-    ``runner``: in whose loop; None: in one of its own. An interrupt cancels the coroutine.
+    ``runner``: runs the coroutine in its loop; None: use a new loop. An interrupt cancels the
+    coroutine.
     """
     run: Callable[[Coroutine[Any, Any, Found]], Found] = (runner or asyncio).run
     try:
@@ -36,33 +37,33 @@ def run_to_end(work: Coroutine[Any, Any, Found], runner: asyncio.Runner | None =
     pool = ThreadPoolExecutor(1, "loop")
     try:
         return pool.submit(run, known()).result()
-    except BaseException:  # also Ctrl-C in this thread, since the work in the other one must end
+    except BaseException:  # also Ctrl-C in this thread: the work in the other thread must end
         for loop, task in begun:
-            with suppress(RuntimeError):  # the work has ended, with this error
+            with suppress(RuntimeError):  # the work has already ended
                 loop.call_soon_threadsafe(task.cancel if task is not None else loop.stop)
         raise
     finally:
         pool.shutdown()
 
 
-#: Headers of a request by which caches ask the origin again. They need not obey, so see
+#: Request headers that tell caches to ask the origin again. Caches need not obey: see
 #: :func:`answered_at`.
 PAST_CACHES = {"cache-control": "no-cache"}
 
 
 def answered_at(headers: Mapping[str, str]) -> tuple[float, bool]:
-    """Return the time by the server's clock when it answered, and whether a cache may have.
+    """Return the server's time at its answer, and whether a cache may have answered instead.
 
     A cache keeps the origin's ``Date`` and adds its own ``Age`` (RFC 9111, 5.1), so their sum is
-    the origin's time now, to a second or two. An ``Age`` that is not a number of seconds counts as
-    0.
+    the origin's current time, to within a second or two. An ``Age`` that is not a number of seconds
+    counts as 0.
 
     Args:
-        headers: The answer's, in any form of mapping that finds lower-case names.
+        headers: The answer's headers, in any mapping that finds lower-case names.
 
     Raises:
-        KeyError: Without ``Date``.
-        ValueError, OverflowError: For one that is not a date.
+        KeyError: There is no ``Date``.
+        ValueError, OverflowError: ``Date`` is not a valid date.
     """
     age = headers.get("age")
     seconds = re.fullmatch("[0-9]{1,9}", age or "")
@@ -71,11 +72,11 @@ def answered_at(headers: Mapping[str, str]) -> tuple[float, bool]:
 
 
 class TooLong(ValueError):
-    """An answer is longer than any that is valid."""
+    """An answer is longer than any valid answer."""
 
 
 def refuses(error: BaseException | None) -> bool:
-    """Return whether ``error`` came of a machine that answered: nothing listens on that port."""
+    """Return whether ``error`` means that the machine answered but nothing listens on the port."""
     while error is not None and not isinstance(error, ConnectionRefusedError):
         error = error.__cause__ or error.__context__
     return error is not None
@@ -94,17 +95,17 @@ async def ask(
 ) -> tuple[httpx.Response, bytes]:
     """Return an answer and its body of at most ``most`` bytes, whatever its status.
 
-    One that leads elsewhere is returned as it is: the caller decides what to ask next.
+    A redirect is returned as it is: the caller decides what to request next.
 
-    ``seconds`` cover all of it, from the connection to the last byte. ``compressed``: take gzip;
-    ``most`` counts what comes out of it. Raises TooLong, TimeoutError and httpx's errors,
-    HTTPStatusError only if there are more bytes.
+    ``seconds`` limits the whole request, from the connection to the last byte. ``compressed``:
+    accept gzip; ``most`` then counts the decompressed bytes. Raises TooLong, TimeoutError and
+    httpx's errors; HTTPStatusError only if the body is too long.
     """
     body = bytearray()
-    # Take no compressed body from unknown callers: 64 KiB that are read at once may become 64 MiB
+    # Do not accept a compressed body by default: 64 KiB that are read at once may become 64 MiB
     # before they are counted.
     headers = {**(headers or {}), "accept-encoding": "gzip" if compressed else "identity"}
-    # httpx bounds only each read, so a head or a body that trickles in would never end.
+    # httpx limits only each single read, so a head or a body that trickles in would never end.
     async with (
         asyncio.timeout(seconds),
         client.stream(
@@ -114,6 +115,6 @@ async def ask(
         async for part in reply.aiter_bytes() if compressed else reply.aiter_raw():
             body += part
             if len(body) > most:
-                reply.raise_for_status()  # do not read the page of an error: its status says more
+                reply.raise_for_status()  # do not read an error page: its status says more
                 raise TooLong(f"it has more than {most} bytes")
     return reply, bytes(body)

@@ -1,9 +1,9 @@
-"""Kinds of a thing that somebody may add in one file: optimizers, stores, data sources and others.
+"""Registries of what one file can add a kind of: optimizers, stores, data sources and others.
 
-A package with several kinds of a thing keeps them in a :class:`Kinds`. Each kind is registered in
-the file of its code. A plug-in is a module that registers more in the same way. Operators name it
-with ``--plugins``, and it is imported before anything is built. So a network's file, which may come
-from anywhere, can choose among kinds but cannot import anything.
+A package that has several kinds of something keeps them in a :class:`Kinds`. Each kind is
+registered in the file that implements it. A plug-in is a module that registers more kinds in the
+same way. Operators name it with ``--plugins``, and it is imported before anything is built. So a
+network's file, which may come from anywhere, can choose among kinds but cannot import anything.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ Made = TypeVar("Made")
 
 
 class UnknownKindError(ValueError):
-    """No kind has this name; the message names those that there are."""
+    """No kind has this name; the message lists the names of the known kinds."""
 
 
 class Kinds(Generic[Made]):
-    """Things chosen by name. ``what``: how an error calls one, such as ``inner optimizer``."""
+    """Kinds chosen by name. ``what``: what errors call one of them, such as ``inner optimizer``."""
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._made: dict[str, Made] = {}
 
     def register(self, name: str, made: Made) -> None:
-        """Add a kind. Raises ValueError if there is one of this name."""
+        """Add a kind. Raises ValueError if the name is already taken."""
         if name in self._made:
             raise ValueError(f"there are two kinds of {self._what} called {name!r}")
         self._made[name] = made
@@ -41,48 +41,49 @@ class Kinds(Generic[Made]):
         except KeyError:
             raise UnknownKindError(
                 f"there is no {self._what} called {name!r}: there are {', '.join(sorted(self))}, "
-                "and others where --plugins names the module that registers them"
+                "and any that a module named by --plugins registers"
             ) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._made)
 
 
-#: Environment variable with the names of the operator's modules, for a start and for its children.
+#: Environment variable with the names of the operator's modules, also for child processes.
 PLUGINS = "DT_PLUGINS"
 
 _imported: list[str] = []
 
 
 class PluginError(ValueError):
-    """A module of ``--plugins`` is missing, or raised; the message is one line for the operator."""
+    """A module of ``--plugins`` is missing or raised an exception; the message is one line."""
 
 
 def import_plugins(modules: Iterable[str]) -> None:
     """Import the operator's modules, which register more kinds. Idempotent.
 
-    They are found where Python finds every module, and in the working folder. Raises PluginError.
+    They are searched for where Python finds other modules, and in the working folder. Raises
+    PluginError.
     """
     for module in modules:
         if module in _imported:
             continue
-        # Put the folder last, so that no file in it takes the place of a library. Children get this
+        # Put the folder last, so that no file in it can shadow a library. Child processes get this
         # path too.
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
         try:
             importlib.import_module(module)
-        except Exception as error:  # any error of its code ends the start with one line
+        except Exception as error:  # any error in the module ends the start with one line
             text = "".join(filter(str.isprintable, str(error).partition("\n")[0]))
             raise PluginError(
                 f"the module {module} cannot be imported ({type(error).__name__}: {text:.300}), so "
-                "what it registers is not there and nothing was started: correct the module, or "
-                "its name (my_plugin for the file my_plugin.py of this folder)"
+                "what it registers is missing and nothing was started: correct the module, or "
+                "its name (my_plugin for the file my_plugin.py in this folder)"
             ) from error
         _imported.append(module)
 
 
 def plugin_environment() -> dict[str, str]:
-    """Return the variables with which a child imports the same modules, from the same path."""
+    """Return variables that make a child process import the same modules from the same path."""
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return path | ({PLUGINS: " ".join(_imported)} if _imported else {})

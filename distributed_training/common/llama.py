@@ -1,4 +1,4 @@
-"""Models by name, and the ``config.json`` of a Llama: for the local subnet, benches and plans.
+"""Models by name and a Llama's ``config.json``, for the local subnet, benchmarks and plans.
 
 A real network's model comes from its global bucket; nothing about its shape is fixed in the code.
 """
@@ -51,7 +51,7 @@ def llama_config(
 
 
 def local_llama_config(*, vocab_size: int = 264, sequence_length: int = 256) -> dict[str, Any]:
-    """Return a model of bytes with 1.9 M parameters, the default of ``dt-network init``."""
+    """Return the config of a byte-level model (1.9 M parameters), ``dt-network init``'s default."""
     return llama_config(
         hidden=192,
         layers=4,
@@ -63,7 +63,7 @@ def local_llama_config(*, vocab_size: int = 264, sequence_length: int = 256) -> 
     )
 
 
-#: Models of 32,000 words that ``dt-plan`` and ``dt-network init`` know by name.
+#: Models with a vocabulary of 32,000 that ``dt-plan`` and ``dt-network init`` accept by name.
 SHAPES: dict[str, dict[str, Any]] = {
     "125m": {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 12, "intermediate": 2048},
     "1b": {"hidden": 2048, "layers": 22, "heads": 32, "kv_heads": 4, "intermediate": 5632},
@@ -72,19 +72,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def named_config(name: str) -> dict[str, Any]:
-    """Return a model by its size: ``tiny`` 1.9 M, ``125m``, ``1b`` 1.1 B, ``4b`` 3.6 B values.
+    """Return a model's config by its size: ``tiny``, ``125m``, ``1b`` or ``4b``.
 
-    Raises ValueError for another name.
+    They have 1.9 M, 125 M, 1.1 B and 3.6 B parameters. Raises ValueError for any other name.
     """
     if name == "tiny":
         return local_llama_config()
     if name not in SHAPES:
-        raise ValueError(f"model size {name!r} is none of: tiny, {', '.join(SHAPES)}")
+        raise ValueError(f"model size {name!r} is not one of: tiny, {', '.join(SHAPES)}")
     return llama_config(vocab=32000, max_positions=2048, **SHAPES[name])
 
 
 def read_config(model: str) -> dict[str, Any]:
-    """Return a model by its size, or what its ``config.json`` holds. Raises ValueError."""
+    """Return a model's config by its size, or from a ``config.json`` file. Raises ValueError."""
     path = Path(model)
     if model == "tiny" or model in SHAPES or not (model.endswith(".json") or path.is_file()):
         return named_config(model)
@@ -93,5 +93,5 @@ def read_config(model: str) -> dict[str, Any]:
     except OSError as error:  # its text names the path
         raise ValueError(str(error)) from None
     if (found := read_json_object(path)) is None:
-        raise ValueError(f"{path} is no file of a JSON object that can be read")
+        raise ValueError(f"{path} is not a readable file with one JSON object")
     return found

@@ -1,12 +1,12 @@
-"""Compute the device memory, host memory and disk that a miner takes, before it is tried.
+"""Compute the device memory, host memory and disk space that a miner needs, before it is run.
 
-The one model of it: the trainer's plan, the doctor, the operator guide and the gate before a
-upload all read these functions. Pure arithmetic, but for :func:`host_bytes`; a test compares the
-disk figures with the files that are really written.
+This is the only model of them: the trainer's plan, the doctor, the operator guide and the check
+before an upload all use these functions. They are pure arithmetic, except for :func:`host_bytes`; a
+test compares the disk figures with the files that are really written.
 
-In bytes; with N parameters, of which T are trained and the others have F bytes each, W ranks,
-micro-batch b, sequence length s, L decoder layers; hidden size h, query width q, key and value
-width k, MLP width i, vocabulary V:
+All values are in bytes, for N parameters, of which T are trained and the others have F bytes each,
+W ranks, micro-batch b, sequence length s, L decoder layers; hidden size h, query width q, key and
+value width k, MLP width i, vocabulary V:
 
 *Device*, each rank:
 
@@ -14,22 +14,23 @@ width k, MLP width i, vocabulary V:
                  + 2 N               if the gathered bf16 weights are kept through a step, else
                  + 2 (2 (N - embeddings) / L + embeddings)    two layers and the root
     gradients      4 T + 4 T / W     if reduced at the last micro-batch only: accumulated whole, and
-                                     reduced into memory of another stream's (one rank: 4 T), or
+                                     reduced into another stream's memory (one rank: 4 T), or
                    4 T / W + 8 T / N (N - embeddings) / L    if reduced at every micro-batch
-    optimizer      4 M T / W         M float32 tensors, AdamW's two moments (Muon: one of a matrix
-                                     of a layer, else two); 0 on the device if offloaded
-    activations    b s L (2 (6 h + 2 k + 4 i) + 8 h)    what a layer keeps for its backward, bf16,
-                                     and the two float32 inputs of its norms; compiled layers keep
-                                     half of it (0.45 measured). With checkpointing of every layer:
-                                     b s (2 h L + one layer), of every second: half; of a budget,
-                                     b s L 2 (h + q + 2 k + 2 i)
+    optimizer      4 M T / W         M float32 tensors: AdamW's two moments (Muon: one for a layer's
+                                     matrix, otherwise two); 0 on the device if offloaded
+    activations    b s L (2 (6 h + 2 k + 4 i) + 8 h)    what a layer keeps for its backward pass in
+                                     bf16, and its norms' two float32 inputs; compiled layers keep
+                                     half of it (0.45 measured). With every layer checkpointed:
+                                     b s (2 h L + one layer); with every second layer: the mean of
+                                     both; with a budget: b s L 2 (h + q + 2 k + 2 i)
     loss           10 min(b s V, CHUNK)    one chunk of logits: float32, its gradient, bf16 copies
                  + 6 V h + 2 b s h   gradients of the head (float32 and bf16) and of its input
     overhead       8 % of the sum + 0.8e9 on CUDA (context, NCCL buffers, fragmentation)
 
-*Host*, all ranks of the machine together, see :func:`host_memory`. *Disk*, see :func:`disk_space`.
+*Host*, for all ranks of the machine together: see :func:`host_memory`. *Disk*: see
+:func:`disk_space`.
 
-Device figures are estimates that tell "fits", "tight" and "does not fit" apart;
+Device figures are estimates that distinguish "fits", "tight" and "does not fit";
 ``--neuron.local_batch_size_train auto`` measures instead.
 """
 
@@ -47,36 +48,37 @@ from typing import Any, Literal
 
 from distributed_training.common.control_groups import group_folders
 
-DISK_RESERVE = 1_000_000_000  # bytes that stay free whatever a miner writes
+DISK_RESERVE = 1_000_000_000  # bytes that a miner always leaves free
 
 Checkpointing = Literal["none", "budget", "selective", "full"]
-#: Part of what a compiled block would keep for its backward. At half the partitioner keeps the
-#: results of its products, except the last one's input and the attention's queries.
+#: Fraction of the activations that a compiled block keeps for its backward pass. At one half, the
+#: partitioner keeps the results of matrix multiplications, but not the last one's input or the
+#: attention's queries.
 ACTIVATION_BUDGET = 0.5
-#: The same part for all other compiled blocks: the outputs of the norms and the MLP's pointwise
-#: product are computed again, which costs no product of matrices.
+#: The same fraction for all other compiled blocks. They recompute the norms' outputs and the MLP's
+#: pointwise product, which needs no matrix multiplication.
 LIGHT_BUDGET = 0.8
-#: Part of the formula's bytes that a layer keeps with that. Measured on an H200: 0.45.
+#: Fraction of the formula's bytes that a compiled layer keeps. Measured on an H200: 0.45.
 _COMPILED = 0.5
 
-LOSS_CHUNK = 1 << 24  # float32 logits alive at once (training.model), at least
+LOSS_CHUNK = 1 << 24  # minimum of float32 logits in memory at once (training.model)
 LONGEST_LOSS_CHUNK = 1 << 27
-_FILE = 0.52  # bytes per value in an upload or an update: 4 bits, and its part of a scale
-MOST_WORKERS = 4  # data workers of a rank that --data.workers auto starts
+_FILE = 0.52  # bytes per value in an upload or an update: 4 bits, and its share of a scale
+MOST_WORKERS = 4  # the most data workers per rank that --data.workers auto starts
 #: Host memory of a data worker. Measured: 0.13 GB with a tokenizer of 50,000 words.
 WORKER_BYTES = 200_000_000
 
 
-# Configurations come from others too, and 10**18 layers would make a list that fills memory.
+# Configurations may come from others, and a list for 10**18 layers would fill the memory.
 _LARGEST = 1 << 20  # the largest number in a config.json
 
 
-# Kinds whose configuration ties embeddings and head by default.
+# Model types whose configuration ties the embeddings and the head by default.
 _TIED = {
     "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "cohere", "cohere2", "smollm3",
     "starcoder2", "ernie4_5",
 }  # fmt: skip
-# Kinds with the parameters of a Llama, except for biases and norms.
+# Model types with the parameters of a Llama, except for biases and norms.
 _COUNTED = {
     None, "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2",
     "granite", "smollm3",
@@ -94,19 +96,19 @@ def _size(config: Mapping[str, Any], name: str, default: int = 0) -> int:
 class ModelShape:
     """The sizes of a ``config.json`` that the formulas use.
 
-    ``part``: how many parameters are trained, if that is not all of them. Checkpoints, copies
-    and the optimizer hold nothing of the others, which have ``itemsize`` bytes each.
+    ``part``: how many parameters are trained, if not all of them are. The other parameters have
+    ``itemsize`` bytes each, and are not in checkpoints, in copies or in the optimizer.
     """
 
     hidden: int
     layers: int
     query_width: int
     kv_width: int
-    # Width that a token passes; in a mixture of experts that of all its experts together.
+    # MLP width that a token passes through; in a mixture of experts, of all its experts together.
     intermediate: int
     vocab: int
     tied: bool
-    mlp: int  # width of a Llama's MLP with as many parameters
+    mlp: int  # MLP width of a Llama with the same number of parameters
     part: int | None = None
     itemsize: int = 4
 
@@ -121,11 +123,11 @@ class ModelShape:
     ) -> ModelShape:
         """Read the sizes of a Hugging Face config.
 
-        ``parameters``: their true count; needed if a Llama's formula does not give it, as with
-        a mixture of experts. Raises ValueError.
+        ``parameters``: the true number of parameters; needed if the formula for a Llama does not
+        give it, as with a mixture of experts. Raises ValueError.
         """
         if parameters is None and (kind := config.get("model_type")) not in _COUNTED:
-            raise ValueError(f"the number of a {kind!r:.40}'s parameters does not follow from it")
+            raise ValueError(f"the parameters of a {kind!r:.40} model cannot be counted from it")
         hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
         head_dim = _size(config, "head_dim", hidden // heads)
         wide = _size(config, "intermediate_size")
@@ -157,7 +159,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        one = replace(self, layers=1)  # a list of all tensors of a deep model would take long
+        one = replace(self, layers=1)  # listing all tensors of a deep model would be slow
         total = sum(map(math.prod, one.tensors))
         return total + (self.layers - 1) * (total - self.embedding_parameters - self.hidden)
 
@@ -167,20 +169,20 @@ class ModelShape:
 
     @property
     def trained(self) -> int:
-        """How many parameters are trained."""
+        """The number of parameters that are trained."""
         return self.parameters if self.part is None else self.part
 
     @property
     def frozen_bytes(self) -> int:
-        """Bytes of the parameters that are not trained."""
+        """The bytes of the parameters that are not trained."""
         return self.itemsize * max(0, self.parameters - self.trained)
 
     def moments(self, plain: int, of_matrices: int) -> float:
-        """Return the tensors that an optimizer keeps of a parameter on average.
+        """Return how many values an optimizer keeps per parameter, on average.
 
-        ``plain`` and ``of_matrices``: tensors per parameter, the second in the matrices of decoder
-        layers. Nearly all parameters outside of the embeddings are in such matrices; if only a part
-        is trained, all of it counts as such.
+        ``of_matrices``: values per parameter in the matrices of decoder layers; ``plain``: in all
+        other tensors. Nearly all parameters outside the embeddings are in such matrices; if only a
+        part of the model is trained, all of it counts as such.
         """
         if plain == of_matrices:
             return plain
@@ -189,18 +191,17 @@ class ModelShape:
 
 
 def loss_chunk(device_bytes: int | None) -> int:
-    """Return the float32 logits alive at once on a device with so much memory (None: no GPU).
+    """Return how many float32 logits to hold at once on a device of this memory (None: no GPU).
 
-    The gradient of the head is read and written once for each chunk. So on a GPU a chunk is as long
-    as fits into 1/64 of the memory at 10 bytes per logit, between LOSS_CHUNK and
-    LONGEST_LOSS_CHUNK.
+    The gradient of the head is read and written once per chunk. So on a GPU a chunk is as long as
+    fits into 1/64 of the memory at 10 bytes per logit, between LOSS_CHUNK and LONGEST_LOSS_CHUNK.
     """
     return min(max(LOSS_CHUNK, (device_bytes or 0) // 640), LONGEST_LOSS_CHUNK)
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The arrangement of an inner step; see the flags of the training package."""
+    """How an inner step is arranged; see the flags of the training package."""
 
     world_size: int
     micro_batch: int
@@ -210,13 +211,13 @@ class Arrangement:
     reduce_at_last: bool = True
     offload_optimizer: bool = False
     cuda: bool = True
-    compiled: bool = True  # counts only on a GPU
+    compiled: bool = True  # matters only on a GPU
     loss_chunk: int = LOSS_CHUNK
     moments: float = 2  # tensors that the inner optimizer keeps per parameter, on average
     workers: int = 0  # data workers of all ranks together
 
 
-# Part of the device's memory to use; the rest is for the allocator and other libraries.
+# Fraction of the device's memory to use; the rest is for the allocator and other libraries.
 MARGIN = 0.90
 
 
@@ -229,10 +230,11 @@ def list_ways(
 ) -> list[Arrangement]:
     """List the ways to arrange a step, the fastest first.
 
-    ``keep``: gathered weights through a step. ``every``: reduce gradients at each micro-batch.
-    ``offload``: keep the optimizer's state in host memory. The last changes first. Offloading
-    AdamW moves 16 bytes per parameter over the bus in each step. Reducing each time costs more than
-    that in each of a step's hundred micro-batches, and gathering each time more than reducing.
+    ``keep``: keep the gathered weights through a step. ``every``: reduce gradients at each
+    micro-batch. ``offload``: keep the optimizer's state in host memory. The last option varies
+    fastest, because it costs least: offloading AdamW moves 16 bytes per parameter over the bus in
+    each step. Reducing at each micro-batch costs more than that in each of a step's hundred
+    micro-batches, and gathering each time costs more than reducing.
     """
     return [
         replace(how, keep_unsharded=keeps, reduce_at_last=not reduces, offload_optimizer=offloads)
@@ -241,7 +243,7 @@ def list_ways(
 
 
 def device_memory(shape: ModelShape, how: Arrangement) -> int:
-    """Estimate the bytes on one rank's device by the module's formula."""
+    """Estimate the bytes on one rank's device with the formula of this module."""
     n, t, w = shape.parameters, shape.trained, how.world_size
     block = (n - shape.embedding_parameters) / shape.layers
     gathered = 2 * n if how.keep_unsharded else 2 * (2 * block + shape.embedding_parameters)
@@ -270,29 +272,29 @@ def device_memory(shape: ModelShape, how: Arrangement) -> int:
 
 
 def host_memory(shape: ModelShape, how: Arrangement) -> int:
-    """Return the most bytes of host memory at once, all ranks of the machine together.
+    """Return the peak of host memory in bytes, for all ranks of the machine together.
 
-    In bytes per parameter that is trained:
+    In bytes per trained parameter:
 
-    *Always* 12: the outer step's start, residual and what the upload was written from. With AdamW
-    offloaded 8 more, 10.6 on a GPU with public shapes: there torch pins each tensor in memory of a
-    power of two. Another inner optimizer has 4 for each tensor that it keeps, here and below, in
-    place of AdamW's 8.
-    *Averaging* 4: one tensor for each parameter in the peer process of a network over hivemind.
-    *Passing* 16: a checkpoint's copies of the weights, of AdamW's two moments and of the residual
+    *Always* 12: the outer step's start, the residual and the values that the upload was written
+    from. With AdamW offloaded, 8 more, or 10.6 on a GPU with the shapes of public models: there
+    torch pins each tensor in a block whose size is a power of two. For another inner optimizer,
+    here and below, 4 for each tensor that it keeps replaces AdamW's 8.
+    *Averaging* 4: one value per parameter in the peer process of a network over hivemind.
+    *Temporarily* 16: a checkpoint's copies of the weights, AdamW's two moments and the residual,
     while they are written. Applying an update takes 12 (the next outer step's start, the next
-    residual and the new weights), and 4 more if a roll-back has lost what the upload was written
-    from (training/outer_step.py).
+    residual and the new weights), and 4 more if a roll-back has lost the values that the upload was
+    written from (training/outer_step.py).
 
-    *Model*: what would be on the devices, if there are none. *Data*: the workers that fetch and
-    tokenize take WORKER_BYTES each.
+    *Model*: without GPUs, everything that would be on them. *Data*: the data workers, which fetch
+    and tokenize, take WORKER_BYTES each.
     """
     n = shape.trained
     on_device = 0 if how.cuda else device_memory(shape, how) * how.world_size
     moments = 0.0
     if how.offload_optimizer:
         tensors = shape.tensors if shape.part is None else [(n,)]
-        # torch pins the rows of each rank, float32, in memory of a power of two.
+        # torch pins each rank's float32 rows in a block whose size is a power of two.
         sizes = (math.ceil(s[0] / how.world_size) * math.prod(s[1:]) for s in tensors)
         pinned = sum(how.world_size * 4 * 2 ** (size - 1).bit_length() for size in sizes)
         moments = how.moments * (pinned if how.cuda else 4 * n)
@@ -301,19 +303,19 @@ def host_memory(shape: ModelShape, how: Arrangement) -> int:
 
 
 def disk_space(shape: ModelShape, *, keep_checkpoints: int, moments: float = 2) -> int:
-    """Return the most that a miner has on disk at once; ``moments``: as in :class:`Arrangement`.
+    """Return the peak of a miner's disk use in bytes; ``moments``: as in :class:`Arrangement`.
 
-    In bytes per parameter that is trained:
+    In bytes per trained parameter:
 
-    *Checkpoints* 24 each: weights, AdamW's two moments, the residual of uploads; 8 of them
-    epoch-start weights and outer momentum, written once per outer step and referred to, at most
-    once for each checkpoint. Those kept and the one being written. *Uploads and updates* 0.52
-    each: the upload of the last close, a newer one, the update in use and the one being fetched.
-    *Global states* 8 each: weights and outer momentum; the one in use, the one before, and the one
-    being fetched.
+    *Checkpoints* 24 each: 16 for weights, AdamW's two moments and the residual of uploads, and 8
+    for the outer step's start weights and outer momentum, which are written once per outer step, so
+    at most once per checkpoint. This counts the kept checkpoints and the one being written.
+    *Uploads and updates* 0.52 each: the upload of the last close, a newer upload, the update in use
+    and the update being fetched. *Global states* 8 each for weights and outer momentum: the state
+    in use, the previous state, and the state being fetched.
 
-    The file of the parameters that are not trained comes once. Kept data and events come on top;
-    they have bounds of their own (2 GB, 2 GiB).
+    The file of the untrained parameters is added once. Kept data and events are not included; they
+    have their own limits (2 GB, 2 GiB).
     """
     checkpoints = (max(1, keep_checkpoints) + 1) * checkpoint_bytes(shape.trained, moments)
     return checkpoints + round((4 * _FILE + 3 * 8) * shape.trained) + shape.frozen_bytes
@@ -330,8 +332,8 @@ def checkpoint_bytes(trained: int, moments: float = 2) -> int:
 def host_bytes(root: Path = Path("/")) -> int | None:
     """Return the bytes of memory that this process may use; None if unknown.
 
-    That is the machine's memory, or less: in Slurm, Docker and systemd the limit of a control group
-    counts, at which the kernel kills. ``root``: the folder of /proc and /sys.
+    That is the machine's memory, or less under Slurm, Docker or systemd: the limit of a control
+    group, at which the kernel kills processes. ``root``: the folder that contains /proc and /sys.
     """
     try:
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

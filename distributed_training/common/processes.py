@@ -1,15 +1,16 @@
-"""Processes of ours: their exit statuses, environments, children and stack traces.
+"""Manage our own processes: exit statuses, environments, children and stack traces.
 
-Every child is a plain program in a process group of its own, with one socket to its parent. It ends
-when that socket closes, and the kernel ends it with its parent (:func:`die_with_parent`); so do its
-own children in turn. A rank leads a *session*, which all that it starts stays in:
-:func:`members` finds them, also those whose parents are gone. :class:`ChildProcess` starts a child
-again whenever it ends, :class:`Program` any other program.
+Every child is a plain program in its own process group, with one socket to its parent. It exits
+when that socket closes, and the kernel ends it if its parent dies (:func:`die_with_parent`); the
+same is true of its own children. A rank leads a *session*, and everything that it starts stays in
+that session: :func:`members` finds these processes, even if their parents are gone.
+:class:`ChildProcess` restarts a child whenever it ends, :class:`Program` any other program.
 
-A process's environment stays readable in ``/proc/PID/environ`` for its life, also after
-``os.environ`` has lost a variable. So a child is started with :func:`without_secrets`, and gets
-what it needs of them through its socket. A process that hangs cannot answer a request, so each
-writes its stacks from a signal handler (:func:`write_stacks_on_signal`, :func:`collect_stacks`).
+A process's environment stays readable in ``/proc/PID/environ`` for its whole life, even after a
+variable was deleted from ``os.environ``. So a child is started with :func:`without_secrets`, and
+receives the secrets that it needs through its socket. A process that hangs cannot answer a request,
+so each process writes its stacks from a signal handler (:func:`write_stacks_on_signal`,
+:func:`collect_stacks`).
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ _WORDS = frozenset(
 
 
 def is_secret(name: str) -> bool:
-    """Return whether a variable of this name is a secret: ``HF_TOKEN``, ``WANDB_API_KEY``.
+    """Return whether a variable with this name is a secret: ``HF_TOKEN``, ``WANDB_API_KEY``.
 
     It compares whole words, so neither ``TOKENIZERS_PARALLELISM`` nor ``PYTHONHASHSEED`` is a
     secret.
     """
     upper = name.upper()
-    if upper == "AWS_CA_BUNDLE":  # a path, without which no child trusts a store's own certificate
+    if upper == "AWS_CA_BUNDLE":  # a path that children need to trust a store's certificate
         return False
     return upper.startswith(_PREFIXES) or not _WORDS.isdisjoint(upper.split("_"))
 
@@ -67,34 +68,34 @@ def is_secret(name: str) -> bool:
 def without_secrets(
     environ: Mapping[str, str] = os.environ, *, keep: Collection[str] = ()
 ) -> dict[str, str]:
-    """Copy an environment for a child's ``env=``. ``keep``: secrets that the child gets."""
+    """Copy an environment for a child's ``env=``. ``keep``: secrets that the child may have."""
     return {name: value for name, value in environ.items() if name in keep or not is_secret(name)}
 
 
 _POLL_SECONDS = 0.05
 _KILL_SECONDS = 5.0  # seconds that the kernel gets to end a killed process
-SETTLE = timedelta(seconds=2)  # time that processes of a leader, such as p2pd, get to end after it
-#: Exit status of a child that another start could not help.
+SETTLE = timedelta(seconds=2)  # how long a leader's processes, such as p2pd, may outlive it
+#: Exit status of a child for which a restart would not help.
 SETTINGS_REFUSED = 2
-# Pause before another start.
+# Shortest and longest pause before a restart.
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=1), timedelta(minutes=1)
-_END_SECONDS = 5.0  # seconds for a child to end after it hung up
-_LONGEST_LINE = 65536  # bytes that a program prints at once
-_STEADY_SECONDS = 600.0  # a child that lived this long ended for another reason
+_END_SECONDS = 5.0  # seconds that a child gets to exit after it has closed its socket
+_LONGEST_LINE = 65536  # bytes; a program's longer lines are cut
+_STEADY_SECONDS = 600.0  # a child that lived this long ended for a new reason
 _PR_SET_PDEATHSIG = 1
 _MOST_FILES = 1 << 20  # the most files that Linux gives a process by default
 
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process as files remember it: its pid, and when it began, since pids are used again."""
+    """A process as recorded in files: its pid, and its start time, since pids are reused."""
 
     pid: Annotated[int, Field(gt=0)]  # 0 and negative numbers would address groups of processes
     began: float = 0.0  # seconds since the epoch
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        """Return the identity of a process; one that is gone matches none."""
+        """Return the identity of a process. If the process is gone, it matches no process."""
         with contextlib.suppress(psutil.Error):
             return cls(pid, psutil.Process(pid).create_time())
         return cls(pid)
@@ -103,7 +104,7 @@ class ProcessId:
         """Return the process, which may be a zombie; None if it is gone."""
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(self.pid)
-            # Compare with a margin: the kernel counts from the boot, whose time moves when the
+            # Compare with a margin: the kernel counts from the boot time, which shifts when the
             # clock is set.
             if abs(process.create_time() - self.began) < 1.0:
                 return process
@@ -111,14 +112,14 @@ class ProcessId:
 
 
 def sessions_of(leaders: Iterable[ProcessId]) -> list[int]:
-    """Return the pids of the leaders, without those that are another process's by now."""
+    """Return the pids of the leaders, without those that now belong to another process."""
     return [each.pid for each in leaders if each.find() or not psutil.pid_exists(each.pid)]
 
 
 def members(leaders: Collection[int]) -> list[psutil.Process]:
     """List the running processes of the sessions that ``leaders`` (pids) lead or led.
 
-    The kernel gives a pid to nobody else while a session has its number.
+    The kernel does not reuse a pid while a session has the same number.
     """
     found = []
     for pid in psutil.pids():
@@ -129,16 +130,16 @@ def members(leaders: Collection[int]) -> list[psutil.Process]:
 
 
 def end_sessions(leaders: Collection[int], *, settle: timedelta, grace: timedelta) -> list[str]:
-    """End the sessions. Returns the pid and the command of each process that did not end by itself.
+    """End the sessions. Return the pid and command of each process that did not exit on its own.
 
-    ``settle``: time for leaders that are ending by themselves, and then at most two seconds of it
-    for what they started; SIGTERM follows. ``grace``: time from SIGTERM to SIGKILL, and the longest
-    wait for the kernel after that. With a grace of zero there is no SIGTERM.
+    ``settle``: how long to wait for leaders that are exiting on their own, and then, up to two
+    seconds, for what they started; SIGTERM follows. ``grace``: time from SIGTERM to SIGKILL, and
+    the longest wait for the kernel after that. If it is zero, no SIGTERM is sent.
     """
     _wait_for_end(leaders, settle, lambda process: process.pid in leaders)
     # A process that does not notice its leader's end would delay the next start by a minute.
     _wait_for_end(leaders, min(settle, SETTLE))
-    # Read the command lines now, since there are none after the processes have ended.
+    # Read the command lines now, since they disappear with the processes.
     commands = [f"{process.pid} {command_of(process)}" for process in members(leaders)]
     steps = [(signal.SIGTERM, grace)] if grace else []
     # List them again before each signal, since a process that was ending may have started another.
@@ -170,7 +171,7 @@ def is_running(process: psutil.Process) -> bool:
     except psutil.Error:
         return False
     except OSError:
-        # There is no descriptor left to look with, and an error would end a caller that only looks.
+        # No file descriptor is left for the check. An exception would end a caller that only asks.
         return True
 
 
@@ -185,8 +186,7 @@ def command_of(process: psutil.Process) -> str:
 def send(process: psutil.Process, number: signal.Signals) -> bool:
     """Signal exactly this process; False if it is gone, or not ours to signal."""
     try:
-        # psutil first compares the time of the start, since the pid may belong to another process
-        # by now.
+        # psutil first compares the start time, since the pid may belong to another process by now.
         process.send_signal(number)
     except psutil.Error:
         return False
@@ -194,7 +194,7 @@ def send(process: psutil.Process, number: signal.Signals) -> bool:
 
 
 def tree_of(pid: int) -> list[psutil.Process]:
-    """List a process and all its descendants; none if it is gone."""
+    """List a process and all its descendants; return an empty list if it is gone."""
     with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
         return [root, *root.children(recursive=True)]
@@ -202,25 +202,29 @@ def tree_of(pid: int) -> list[psutil.Process]:
 
 
 def kill_tree(pid: int) -> None:
-    """Send SIGKILL to a process and all its descendants, as a crash of the machine would."""
+    """Send SIGKILL to a process and all its descendants, as if the machine had crashed."""
     for process in tree_of(pid):
         send(process, signal.SIGKILL)
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Have the kernel send this process ``number`` when the thread that started it ends.
+    """Let the kernel signal ``number`` to this process when the thread that started it ends.
 
-    Call it in the main thread. Children do not inherit it. It does nothing if there is no prctl.
+    Call this in the main thread. Children do not inherit the setting. It does nothing where prctl
+    is not available.
     """
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:
-        os.kill(os.getpid(), number)  # the parent ended before the kernel knew
+        os.kill(os.getpid(), number)  # the parent ended before the kernel was told
 
 
 def limit_resources() -> int:
-    """Allow this process and its children no core dumps, and the most open files."""
+    """Disable core dumps, allow as many open files as possible and return how many.
+
+    Children inherit both limits.
+    """
     with contextlib.suppress(ValueError, OSError):
         # The limit is 1 byte, not 0: for a core that is piped to a program (systemd-coredump,
         # apport) the kernel ignores every other limit. With 1 no core is written.
@@ -235,11 +239,10 @@ def limit_resources() -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process at once, after it has trained and closed everything that it opened.
+    """Exit this process at once; call this after it has closed everything that it opened.
 
-    It ends at once, without the interpreter's shutdown. Threads of gloo outlive their group and may
-    hold the last reference to a tensor, and dropping that one during the shutdown aborts the
-    process.
+    The interpreter's shutdown is skipped. Gloo's threads outlive their group and may hold the last
+    reference to a tensor, and dropping it during the shutdown would abort the process.
     """
     logging.shutdown()
     sys.stdout.flush()
@@ -263,21 +266,21 @@ def start_child(
 ) -> tuple[subprocess.Popen[bytes], Connection]:
     """Run ``python -m module arguments... FD``; FD is the child's end of the socket.
 
-    It leads a process group, so a Ctrl-C in the terminal is ours to handle.
+    The child leads its own process group, so a Ctrl-C in the terminal reaches only us.
 
-    ``keep``: names of secrets that its environment has. ``variables``: what else its environment
-    has. ``options``: Popen's. Raises OSError.
+    ``keep``: names of the secrets that its environment keeps. ``variables``: more variables for its
+    environment. ``options``: passed to Popen. Raises OSError.
     """
     ours, theirs = socket.socketpair()
-    # Python would set both, and a session's leader cannot lead another group.
+    # Do not ask Python for both: the leader of a session cannot lead another group.
     group = None if options.get("start_new_session") else 0
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments, str(theirs.fileno())],
             pass_fds=[theirs.fileno(), *options.pop("pass_fds", ())],
             stdin=subprocess.DEVNULL,
-            # The cores are for the ranks: a library with a thread for each core would slow
-            # training.
+            # The cores are for the ranks: a library with one thread per core would slow training
+            # down.
             env={**without_secrets(keep=keep), **variables, **plugin_environment()},
             process_group=group,
             **options,
@@ -286,7 +289,7 @@ def start_child(
 
 
 def wait_or_kill(process: subprocess.Popen[Any], seconds: float) -> None:
-    """Wait for the end of a process; kill it after ``seconds``, and then wait no longer."""
+    """Wait for a process to end; kill it after ``seconds``, and give up soon after that."""
     try:
         try:
             process.wait(seconds)
@@ -294,7 +297,7 @@ def wait_or_kill(process: subprocess.Popen[Any], seconds: float) -> None:
             process.kill()
             process.wait(_KILL_SECONDS)
     except subprocess.TimeoutExpired:
-        # The process may be in the kernel for days, on a mount that does not answer, and a stop
+        # The process may hang in the kernel for days, on a mount that does not answer, and a stop
         # cannot wait for that.
         log.warning(
             "Process %d is left behind: %.0f s after SIGKILL it still waits for a disk or a "
@@ -305,7 +308,7 @@ def wait_or_kill(process: subprocess.Popen[Any], seconds: float) -> None:
 
 
 def describe_end(status: int) -> str:
-    """Describe the end of a process by its return code: ``was killed by SIGKILL``."""
+    """Describe how a process ended, from its return code: ``was killed by SIGKILL``."""
     if status < 0:
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(-status).name}"
@@ -314,7 +317,7 @@ def describe_end(status: int) -> str:
 
 @dataclass(frozen=True)
 class ChildLog:
-    """A line of a child's log, at a level of :mod:`logging`."""
+    """A line of a child's log, with its level from :mod:`logging`."""
 
     level: int
     text: str
@@ -325,15 +328,15 @@ def _log_line(line: ChildLog) -> None:
 
 
 class ChildProcess:
-    """A child that, from :meth:`start` to :meth:`close`, is started again whenever it ends.
+    """A child that is restarted whenever it ends, from :meth:`start` to :meth:`close`.
 
-    ``name``: the child's in log lines, as "The uploader"; ``effect``: what its end means for the
-    operator. ``module``, ``arguments``, ``options``: see :func:`start_child`.
+    ``name``: what log lines call the child, such as "The uploader"; ``effect``: what its end means
+    for the operator. ``module``, ``arguments``, ``options``: see :func:`start_child`.
 
-    ``begin`` is called after each start and sends what the child must know first. It has the lock,
-    as :meth:`send` has, so no other message comes between. ``receive`` gets the child's messages in
-    a thread, ``log_line`` the lines of its log. A child that ends with :data:`SETTINGS_REFUSED` has
-    logged why, and is not started again.
+    ``begin`` is called after each start and sends what the child must know first. It holds the
+    lock, as :meth:`send` does, so no other message can come first. ``receive`` gets the child's
+    messages in a thread, ``log_line`` the lines of its log. A child that exits with
+    :data:`SETTINGS_REFUSED` has logged why, and is not restarted.
     """
 
     def __init__(
@@ -361,28 +364,28 @@ class ChildProcess:
         self._thread = threading.Thread(target=self._supervise, name=name, daemon=True)
 
     def start(self) -> None:
-        """Start it for the first time. Raises OSError."""
+        """Start the child for the first time. Raises OSError."""
         with self.lock:
             self._start()
         self._thread.start()
 
     @property
     def pid(self) -> int:
-        """Id of the process that runs, or ran last."""
+        """The pid of the current process, or of the last one."""
         return self._process.pid
 
     def send(self, message: Any) -> None:
-        """Send a message, from any thread. A child that has ended gets what ``begin`` sends."""
+        """Send a message, from any thread. It is lost if the child has ended: see ``begin``."""
         with self.lock, contextlib.suppress(OSError):
             self._connection.send(message)
 
     def close(self, last: Any = None, *, timeout: timedelta = timedelta(seconds=5)) -> None:
-        """End the child by the message ``last``, else by SIGTERM; kill it after ``timeout``.
+        """End the child with the message ``last``, or with SIGTERM; kill it after ``timeout``.
 
         Idempotent.
         """
         with self.lock:
-            # Set this with the lock: a start is over by now, or sees it and starts nothing.
+            # Set this under the lock: any start has either finished, or will see it and do nothing.
             self._closing.set()
             if last is None:
                 self._process.terminate()
@@ -399,18 +402,18 @@ class ChildProcess:
 
     @property
     def refused(self) -> int | None:
-        """The status with which it ended for good, by itself; None: it runs, or will again."""
+        """The exit status if the child ended for good on its own; None if it runs or will run."""
         over = self.starts > 0 and not self._thread.is_alive() and not self._closing.is_set()
         return self._process.returncode if over else None
 
     def _start(self) -> None:
-        """Start the process, with the lock held. Raises OSError."""
+        """Start the process; the caller holds the lock. Raises OSError."""
         self._process, self._connection = self._start_process()
         self.starts += 1
         self._begin()
 
     def _supervise(self) -> None:
-        """Pass on the child's messages; when it hangs up, start it again."""
+        """Pass on the child's messages; restart it when it closes its socket."""
         while True:
             began = time.monotonic()
             try:
@@ -420,14 +423,14 @@ class ChildProcess:
                         self._log_line(message)
                     else:
                         self._receive(message)
-            except (EOFError, OSError):  # it hung up
+            except (EOFError, OSError):  # the child closed its socket
                 pass
-            except Exception:  # an update put other files under a running miner
+            except Exception:  # a new version was installed under a running miner
                 self._process.kill()
-                log.exception("%s sent what is no message", self._name)
-            with self.lock:  # wait for the end of a message
+                log.exception("%s sent an invalid message", self._name)
+            with self.lock:  # wait until no message is being sent
                 self._connection.close()
-            # Wait with a limit, since it may hang in the kernel on a disk that does not answer.
+            # Limit the wait, since the child may hang in the kernel on a disk that does not answer.
             wait_or_kill(self._process, _END_SECONDS)
             status = self._process.returncode
             if self._closing.is_set() or status in self._final:
@@ -448,16 +451,17 @@ class ChildProcess:
                     try:
                         self._start()
                         break
-                    except OSError as error:  # no memory, no process or no descriptor left
+                    except OSError as error:  # no memory, process or descriptor left
                         problem = f"{self._name} could not be started ({error})"
 
 
 class Program(ChildProcess):
-    """A program that knows of no parent, kept running in the same way; each line it prints is one.
+    """Any other program, kept running in the same way; each line that it prints is a message.
 
-    ``command`` and ``environment`` are the program's, which gets a session of its own. If this
-    process is killed the kernel sends it SIGTERM, if util-linux is installed. ``log_line`` gets
-    what it prints as lines of its log. ``final``: statuses after which no start would help.
+    ``command`` and ``environment`` start the program, which gets its own session. If this process
+    is killed, the kernel sends the program SIGTERM, provided that util-linux is installed.
+    ``log_line`` gets what the program prints, as lines of its log. ``final``: exit statuses after
+    which a restart would not help.
     """
 
     def __init__(
@@ -491,16 +495,16 @@ def _start_program(
 
 
 def with_starter() -> tuple[str, ...]:
-    """Return the words before a command that end it when the thread that started it is gone.
+    """Return a prefix for a command that ends it when the thread that started it is gone.
 
-    It avoids ``preexec_fn``, which runs Python between fork and exec while our threads run.
+    This avoids ``preexec_fn``, which runs Python between fork and exec while our threads run.
     """
     words = ("setpriv", "--pdeathsig", "TERM")  # util-linux
     return words if shutil.which(words[0]) else ()
 
 
 class _Printed:
-    """The lines that a program prints, read as messages of a connection."""
+    """The lines that a program prints, read like messages from a connection."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
@@ -509,7 +513,7 @@ class _Printed:
         self._rest = b""
 
     def recv(self) -> ChildLog:
-        """Return the next line. Raises EOFError once it has ended."""
+        """Return the next line. Raises EOFError once the program has ended."""
         while b"\n" not in self._rest and len(self._rest) < _LONGEST_LINE:
             ready, _, _ = select.select([self._pipe], [], [], _END_SECONDS)
             data = os.read(self._pipe.fileno(), _LONGEST_LINE) if ready else b""
@@ -523,17 +527,17 @@ class _Printed:
         return ChildLog(logging.INFO, line.decode("utf-8", "replace"))
 
     def send(self, message: Any) -> None:
-        """Do nothing: it reads no messages."""
+        """Do nothing: the program reads no messages."""
 
     def close(self) -> None:
         self._pipe.close()
 
 
 class ParentConnection:
-    """The child's end, of the socket that its command line ends with. Make it in the main thread.
+    """The child's end of the socket, whose number is the last word of the child's command line.
 
-    ``plugins``: whether the operator's modules are imported here too. ``ends``: the signal that it
-    gets when its parent ends; None: only the socket tells it.
+    Create it in the main thread. ``plugins``: whether to import the operator's modules here too.
+    ``ends``: the signal that the child gets when its parent ends; None: only the socket closes.
     """
 
     def __init__(
@@ -553,21 +557,21 @@ class ParentConnection:
     def send(self, message: Any) -> None:
         """Send a message, from any thread.
 
-        Nothing happens if nobody listens: :meth:`receive` raises.
+        Nothing happens if the parent is gone: :meth:`receive` will raise.
         """
-        # Messages of two threads would mix on the socket.
+        # Without the lock, messages of two threads would mix on the socket.
         with self._lock, contextlib.suppress(OSError):
             self._connection.send(message)
 
     def forward_log(self) -> None:
-        """Send the parent a :class:`ChildLog` for each line of information and above from now on.
+        """Send the parent a :class:`ChildLog` for each log line from level INFO on, from now on.
 
-        Its log, which masks and formats them, goes where the operator looks.
+        The parent masks and formats these lines and writes them to the log that the operator reads.
         """
         logging.getLogger().addHandler(_Forward(self))
 
     def end_with_parent(self) -> None:
-        """Send SIGTERM to this process when the parent hangs up. Starts a thread."""
+        """Start a thread that sends SIGTERM to this process when the parent closes the socket."""
 
         def watch() -> None:
             with contextlib.suppress(EOFError, OSError):
@@ -586,12 +590,12 @@ class _Forward(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = record.getMessage()
-        # A bad format, such as "%d" for a text, must not end the caller.
+        # A bad format, such as "%d" for a text, must not raise in the caller.
         except (TypeError, ValueError, KeyError):
             self.handleError(record)
             return
         if record.exc_info and record.exc_info[1] is not None:
-            # Show only type and place, since the text of a foreign exception may quote a request.
+            # Show only type and place, since the text of a library's exception may quote a request.
             error = record.exc_info[1]
             trace = error.__traceback__
             while trace is not None and trace.tb_next is not None:
@@ -605,33 +609,33 @@ class _Forward(logging.Handler):
 
 STACKS = "DT_STACKS"  # environment variable with the path of the file
 _SIGNAL = signal.SIGUSR1
-_PATIENCE = timedelta(seconds=1)  # time for one process
+_PATIENCE = timedelta(seconds=1)  # how long one process may take to write its stacks
 
 
 def write_stacks_on_signal() -> None:
     """Make SIGUSR1 append the stacks of all threads to the file that STACKS names.
 
-    A library that aborts the process (NCCL, when a collective is never joined) writes them to
-    stderr.
+    If a library aborts the process (NCCL, when a collective is never joined), the stacks are
+    written to stderr.
     """
     faulthandler.enable(all_threads=True)
     if path := os.environ.get(STACKS):
-        with contextlib.suppress(OSError):  # no such folder any more
+        with contextlib.suppress(OSError):  # the folder no longer exists
             file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
             faulthandler.register(_SIGNAL, file=file, all_threads=True)
 
 
 def collect_stacks(path: Path, processes: Iterable[psutil.Process]) -> None:
-    """Replace ``path`` by a list of the processes, with the stacks that each gives.
+    """Write a list of the processes to ``path``, with the stacks that each process writes.
 
-    Only for processes that are to be ended: SIGUSR1 ends those that do not handle it, and one that
-    was stopped continues. Raises OSError if the file cannot be written.
+    Use this only for processes that will be ended: SIGUSR1 ends those that do not handle it, and a
+    stopped process continues. Raises OSError if the file cannot be written.
     """
     path.write_text(time.strftime("%Y-%m-%d %H:%M:%S\n"))
     for process in processes:
         with contextlib.suppress(psutil.Error):
             head = f"\n=== {process.pid} ({process.status()}) {command_of(process)}\n"
-            with path.open("a") as file:  # append as the others do, so that nobody overwrites
+            with path.open("a") as file:  # append, as the processes do, to overwrite nothing
                 size = file.write(head) and file.tell()
             # A stopped process (SIGSTOP) runs no handler until it continues.
             if not (send(process, _SIGNAL) and send(process, signal.SIGCONT)):

@@ -1,11 +1,11 @@
-"""Decide which requests go through a proxy of the environment, once for all clients.
+"""Decide which requests go through the environment's proxy, in the same way for all clients.
 
 The variables are the usual ones, as Python reads them: ``http_proxy``, ``https_proxy`` and
-``all_proxy`` name a proxy, ``no_proxy`` the exceptions; of each the lower-case name wins over the
-upper-case one. Our own clients are given what :func:`proxy_for` says, and :func:`share` brings
-libraries that read the environment to the same answer.
+``all_proxy`` name a proxy, ``no_proxy`` the exceptions; a lower-case name has precedence over its
+upper-case form. Our own clients use the result of :func:`proxy_for`, and :func:`share` makes
+libraries that read the environment do the same.
 
-Loopback and private addresses are never asked through a proxy. It could not reach them, and a
+Requests to loopback and private addresses never go through a proxy. It could not reach them, and a
 machine that sets these variables for downloads has its own services there.
 """
 
@@ -22,13 +22,13 @@ from .addresses import Reach, reach
 #: Where tokenizers come from.
 HUB = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
 VARIABLES = ("http_proxy", "https_proxy", "all_proxy")
-_LIKE = {"ws": "http", "wss": "https"}  # a websocket begins as a request
+_LIKE = {"ws": "http", "wss": "https"}  # a websocket begins as an HTTP request
 
 
 def proxy_for(url: str) -> str | None:
-    """Return the proxy's URL for a request to ``url``, None if it goes straight there.
+    """Return the URL of the proxy for a request to ``url``; None for a direct request.
 
-    Proxies that are not HTTP count as not set: :func:`unusable` names them.
+    Proxies that are not HTTP proxies are ignored: :func:`unusable` lists their variables.
     """
     try:
         parts = urlsplit(url)
@@ -42,20 +42,20 @@ def proxy_for(url: str) -> str | None:
         return None
     if request.proxy_bypass_environment(place, known):  # type: ignore[attr-defined]
         return None
-    with suppress(ValueError):  # a name
+    with suppress(ValueError):  # the host is a name
         if reach(host) is not Reach.EVERYWHERE:
             return None
     return proxy
 
 
 def via(url: str) -> str:
-    """Return " through the proxy HOST:PORT" if a request to ``url`` takes one, else ""."""
+    """Return " through the proxy HOST:PORT" if a request to ``url`` uses a proxy, else ""."""
     proxy = proxy_for(url)
     return f" through the proxy {urlsplit(proxy).netloc.rpartition('@')[2]}" if proxy else ""
 
 
 def share(url: str) -> None:
-    """Set the environment so that libraries which read it send ``url`` where we would."""
+    """Set the environment so that libraries which read it treat ``url`` as our clients do."""
     for name in unusable():  # the hub's client cannot be created if one of them is a SOCKS proxy
         for spelled in (name, name.upper()):
             os.environ.pop(spelled, None)
@@ -67,12 +67,12 @@ def share(url: str) -> None:
 
 
 def unusable() -> Sequence[str]:
-    """Return the names of the variables that name no HTTP proxy, such as one of SOCKS."""
+    """Return the names of variables whose value is not an HTTP proxy, such as a SOCKS proxy."""
     return [name for name in VARIABLES if variable(name) and _usable(name) is None]
 
 
 def variable(name: str) -> str:
-    """Return a variable by its lower-case name, else its upper-case one, or ""."""
+    """Return the value of a proxy variable: of its lower-case or upper-case name, or ""."""
     return request.getproxies_environment().get(name.removesuffix("_proxy"), "").strip()
 
 

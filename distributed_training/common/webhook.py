@@ -1,4 +1,4 @@
-"""Send a short message to the operator by apprise, which knows the forms of many services."""
+"""Send a short message to the operator with apprise, which supports many services."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pydantic import SecretStr
 from .proxies import share
 
 _SECONDS = 20.0  # seconds for a whole message
-_LONGEST_TEXT = 1000  # characters, which each service takes as one message
-# Beginning of a host whose http URL apprise does not know -> what to write in its place.
+_LONGEST_TEXT = 1000  # characters; every service accepts this as one message
+# Start of a host name whose http URL apprise does not support -> what to write instead.
 _INSTEAD = (
     ("api.telegram.org", "tgram://TOKEN/CHAT_ID for Telegram"),
     ("ntfy.", "ntfys://HOST/TOPIC for an ntfy server of your own"),
@@ -22,13 +22,13 @@ _INSTEAD = (
 
 
 class NotSent(RuntimeError):
-    """The service did not take a message; the text says why."""
+    """The service did not accept a message; the text says why."""
 
 
 def open_service(url: str) -> Any:
-    """Return apprise's object of a service. Raises ValueError, with the URL that is wanted."""
+    """Return apprise's object for a service. Raises ValueError, which says what URL is expected."""
     logging.getLogger("apprise").propagate = False  # apprise logs URLs, which are secrets
-    import apprise  # imported here: it takes half a second, and many have no URL
+    import apprise  # imported here: it takes half a second, and is often not needed
 
     asset = apprise.AppriseAsset(
         app_id="distributed-training", async_mode=False, http_redirects=False
@@ -51,19 +51,19 @@ def send(url: SecretStr, title: str, text: str, *, bad: bool, seconds: float = _
     import apprise
 
     host = urlsplit(url.get_secret_value()).hostname or ""
-    if "." in host:  # otherwise it is a token of a service, which other programs would inherit
+    if "." in host:  # otherwise it is a service's token, which other programs would inherit
         share(f"https://{host}")
-    problem = [f"it has not answered within {seconds:.0f} s"]
+    problem = [f"it did not answer within {seconds:.0f} s"]
 
     def deliver() -> None:
         kind = apprise.NotifyType.WARNING if bad else apprise.NotifyType.INFO
         with apprise.LogCapture(level=logging.WARNING, fmt="%(message)s") as lines:
             sent = service.notify(text[:_LONGEST_TEXT], title, kind, body_format="text")
             said = lines.getvalue().strip().rpartition("\n")[2].rstrip(".")
-        problem[0] = "" if sent else said or "it gives no cause"
+        problem[0] = "" if sent else said or "it gave no reason"
 
-    # The thread is a daemon, since a silent name server, or an answer byte by byte, may hold it for
-    # any time.
+    # The thread is a daemon, since a silent name server, or an answer that comes byte by byte, may
+    # block it for any length of time.
     thread = threading.Thread(target=deliver, name="message", daemon=True)
     thread.start()
     thread.join(seconds)

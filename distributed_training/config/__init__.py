@@ -1,4 +1,4 @@
-"""Every setting once: declared by the packages' dataclasses here, loaded and checked at start."""
+"""Every setting, declared once in a dataclass for its package, and loaded and checked at start."""
 
 from .loader import exit_with, load_config, rules_at, run_folder_of
 from .model import OPERATORS_FILE, Config, problems

@@ -1,7 +1,7 @@
 """Name the packages that a program needs and a plain ``pip install`` of the wheel lacks.
 
-That brings what a member of a store network with a registry needs. The rest comes with one of the
-wheel's extras; ``make setup`` installs ``production``. Programs ask here before they write.
+A plain install has what a member of a store network with a registry needs. The rest comes with the
+wheel's extras; ``make setup`` installs ``production``. Programs check this before they write files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .types import ConfigError
 
 DISTRIBUTION = "distributed-training-miner"
 
-#: Extra -> the modules that it brings, as far as a program would miss them.
+#: Extra -> the modules that it installs, as far as a program needs them.
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "bittensor": ("bittensor",),
     "hivemind": ("hivemind", "cryptography"),
@@ -31,7 +31,7 @@ def install(*extras: str) -> str:
 
 
 def missing(wanted: Mapping[str, str]) -> str | None:
-    """Return a line that names the missing extras; ``wanted``: extra -> the thing that needs it."""
+    """Return a line that names the missing extras; ``wanted``: extra -> what needs it."""
     absent = {
         extra: without
         for extra in wanted

@@ -1,11 +1,11 @@
-"""Load the configuration: from flags, environment and files to one frozen ``Config``.
+"""Load the configuration from flags, environment and files into one frozen ``Config``.
 
 Strongest first: flags, environment variables, ``.env``, ``miner.toml`` (or the ``--config`` file),
-the network's file, default. Secrets come from the environment or ``.env`` only. argparse
-reads the command line, pydantic converts and checks; this module merges and remembers where each
-value came from, so that an error names the place to correct. (pydantic-settings would merge as
-well, but does not name the place, and reads lists as JSON and ``${...}`` in a secret.) Files are
-read up to a bound and may hold anything: what cannot be used is one line.
+the network's file, defaults. Secrets come only from the environment or ``.env``. argparse reads the
+command line; pydantic converts and checks the values. This module merges them and remembers where
+each came from, so that an error can name the place to correct. (pydantic-settings could merge them
+too, but it does not name the place, parses lists as JSON and expands ``${...}`` in a secret.) Only
+the first part of a file is read, up to a limit. Whatever a file contains, an error is one line.
 
 Scripts declare their arguments with the same parser and types::
 
@@ -55,12 +55,12 @@ from .settings import AllSettings
 from .types import ConfigAway, ConfigError, NoNetworkNamed, hide_user, show
 
 _LONGEST_TEXT = 4096  # characters of one value
-#: The name by which ``--network`` knew subnet 38, whose file came with the program.
+#: The name that ``--network`` had for subnet 38, whose file came with the program.
 _SUBNET_38 = "sn38"
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that refuses in one line and takes no abbreviations."""
+    """An argparse parser that reports an error in one line and accepts no abbreviations."""
 
     def __init__(self, **options: Any) -> None:
         # Allow no abbreviations: a new flag may make one ambiguous, or change its meaning.
@@ -80,9 +80,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def refusal_of(message: str) -> ConfigError:
-    """Describe argparse's complaint about an argument, with its consequence."""
+    """Turn argparse's message about an argument into an error that names the consequence."""
     text = message.removeprefix("argument ")
-    if len(text) > 600:  # argparse repeats the whole text if it is not a choice
+    if len(text) > 600:  # argparse repeats an invalid choice in full
         text = f"{text[:300]}...{text[-300:]}"
     return ConfigError(f"{text}, so nothing was started: see --help")
 
@@ -90,8 +90,8 @@ def refusal_of(message: str) -> ConfigError:
 def exit_with(error: ConfigError, *, of_service: bool = False) -> int:
     """Print the one line an operator sees for bad input. Return the exit status, usually 2.
 
-    ``of_service``: the program is one that pm2 or systemd starts; if its output is not a
-    terminal the line gets the time, as the log's have it.
+    ``of_service``: the program is one that pm2 or systemd starts. If stderr is not a terminal, the
+    line then begins with the time, like the lines of the log.
     """
     when = ""
     if of_service and not sys.stderr.isatty():
@@ -101,17 +101,17 @@ def exit_with(error: ConfigError, *, of_service: bool = False) -> int:
 
 
 def argument(hint: Any) -> Callable[[str], Any]:
-    """Return the ``type=`` of a script's argument: it converts text as ``hint`` declares.
+    """Return the ``type=`` for a script's argument: it converts text to the type ``hint``.
 
-    The function raises argparse's error for other text.
+    The returned function raises argparse's error if the text does not fit.
     """
     adapter = TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False, str_min_length=1))
     setting = Setting("", FieldInfo.from_annotation(hint))
 
     def convert(text: str) -> Any:
         why = unprintable(text)
-        # Look for these before the text is converted: a refusal shows it, and control characters
-        # would forge lines in a terminal.
+        # Check this before the text is converted, because an error would show the text, and control
+        # characters could forge lines in a terminal.
         if why is None:
             try:
                 return adapter.validate_python(text)
@@ -123,7 +123,7 @@ def argument(hint: Any) -> Callable[[str], Any]:
 
 
 def ranged(low: float, high: float) -> Callable[[str], Any]:
-    """Return the ``type=`` of a number within a range: whole if its bounds are."""
+    """Return the ``type=`` for a number in a range: an integer if the bounds are integers."""
     return argument(Annotated[type(low), Field(ge=low, le=high)])
 
 
@@ -143,14 +143,14 @@ def add_wallet(command: argparse.ArgumentParser) -> None:
 
 
 def unprintable(text: str) -> str | None:
-    """Return the reason why ``text`` cannot stand in one log line; None if it can."""
+    """Return why ``text`` cannot be shown in one log line, or None if it can."""
     if len(text) > _LONGEST_TEXT:
         return f"has {len(text)} characters, more than {_LONGEST_TEXT}"
-    return None if text.isprintable() else "holds characters that cannot be printed"
+    return None if text.isprintable() else "has characters that cannot be printed"
 
 
 def fault(setting: Setting, text: str, error: Mapping[str, Any]) -> str:
-    """Describe the fault of ``text`` from pydantic's ``error``. Never shows a secret."""
+    """Describe what pydantic's ``error`` says is wrong with ``text``. Never show a secret."""
     context = error.get("ctx", {})
     shown = hide_user(text)
     shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
@@ -161,7 +161,7 @@ def fault(setting: Setting, text: str, error: Mapping[str, Any]) -> str:
     return f"{'its value' if setting.secret else repr(shown)} is not {wanted}"
 
 
-_OURS = ("R2_", "BT_", "DT_")  # beginnings of the names of our variables
+_OURS = ("R2_", "BT_", "DT_")  # prefixes of our variables' names
 _LARGEST_FILE = 1 << 20  # bytes; a complete configuration has about 20 thousand
 
 
@@ -174,7 +174,7 @@ class _Flags(Parser):
 
 
 class _HelpAll(argparse.Action):
-    """Print the help with every flag, as ``--help`` does with the usual flags."""
+    """Print the help for every flag; ``--help`` shows only the usual flags."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: object, *_: object) -> NoReturn:
         print(parser_of(self.const, everything=True).format_help(), end="")
@@ -182,9 +182,9 @@ class _HelpAll(argparse.Action):
 
 
 _COMMANDS = (
-    "Without a command it trains. `dt-join` writes miner.toml and .env of a new miner, "
-    "`dt-miner config` shows every setting and where it comes from, `dt-miner check` refuses "
-    "settings as a start would. "
+    "Without a command it trains. `dt-join` writes miner.toml and .env for a new miner, "
+    "`dt-miner config` shows every setting and where it comes from, `dt-miner check` checks "
+    "the settings as a start would. "
 )
 
 
@@ -203,7 +203,7 @@ def parser_of(known: Schema, *, everything: bool = False) -> Parser:
         prog=f"dt-{known.kind}",
         usage=f"%(prog)s {'[COMMAND] ' if known.kind == 'miner' else ''}[--flag value]...",
         description=(_COMMANDS if known.kind == "miner" else "")
-        + "Dashes and underscores in a flag are the same. Strongest first: flags, "
+        + "Dashes and underscores in flags are interchangeable. Strongest first: flags, "
         f"environment, .env, {file}, the network's file, default. Secrets come from the "
         "environment or .env only.",
         formatter_class=lambda prog: argparse.HelpFormatter(
@@ -217,7 +217,7 @@ def parser_of(known: Schema, *, everything: bool = False) -> Parser:
     everywhere = parser.add_argument(
         "--help_all", action=_HelpAll, nargs=0, const=known, help=about
     )
-    everywhere.option_strings = ["--help-all"]  # as it is shown; the typed form has no dashes here
+    everywhere.option_strings = ["--help-all"]  # the form that the help shows
     for group, found in groupby(known.flags, key=lambda setting: setting.group):
         arguments = parser.add_argument_group(TITLES[group])
         for setting in found:
@@ -253,13 +253,13 @@ def read_argv(
 ) -> dict[str, Given]:
     """Read the command line.
 
-    ``others`` gets the words that are not flags; None: there may be none.
+    ``others`` receives the words that are not flags; if it is None, such words are an error.
 
-    Raises ConfigError; SystemExit(0) for ``--help`` and ``--version``, which print.
+    Raises ConfigError, or SystemExit(0) after ``--help`` or ``--version`` has printed its text.
     """
     given: dict[str, str] = {}
     words: list[str] = []
-    at = ""  # the former flag to which the next words belong, since some scripts gave it a value
+    at = ""  # the removed flag that the next words belong to, since some scripts gave it a value
     for word in argv:
         if word.startswith("--"):
             name, separate, text = word[2:].partition("=")
@@ -273,7 +273,7 @@ def read_argv(
             given[at] = f"{given[at]} {word}".strip()
         else:
             words.append(word)
-    # argparse itself would name all unknown words in one line and suggest nothing.
+    # argparse itself would list all unknown words in one line and suggest no correction.
     namespace, unknown = parser_of(known).parse_known_args(words)
     for name, value in vars(namespace).items():
         _refuse_secret(name, known, "other users of this machine can read command lines")
@@ -313,19 +313,19 @@ def _refuse_secret(name: str, known: Schema, why: str) -> None:
 
 
 def read_environment(environ: Mapping[str, str], known: Schema) -> dict[str, Given]:
-    """Read the variables that name a setting; empty ones count as not set."""
+    """Read the variables that belong to a setting; an empty one counts as not set."""
     names = {setting.env: setting.name for setting in known if setting.env}
-    names["DT_PRESET"] = "preset"  # name in the edition before
+    names["DT_PRESET"] = "preset"  # its name in the previous edition
     return {name: Given(environ[env], env) for env, name in names.items() if environ.get(env)}
 
 
 def read_dotenv(
     path: Path | None, warn: Callable[[str], object] = lambda line: None
 ) -> dict[str, str]:
-    """Read the variables of ``.env``; empty if there is none.
+    """Return the variables in ``.env``; empty if there is no such file.
 
-    ``warn`` is called with a line for what another program may have meant. Raises ConfigError, also
-    for a line that would be one of ours.
+    Calls ``warn`` with a message about each bad line that may belong to another program. Raises
+    ConfigError if the file cannot be read, or if a bad line names one of our variables.
     """
     if path is None or not path.is_file():
         return {}
@@ -333,13 +333,13 @@ def read_dotenv(
 
     found: dict[str, str] = {}
     places: dict[str, int] = {}
-    # Interpolate nothing, since a "$" in a secret is a "$".
+    # Expand no variables, since a "$" in a secret is just a "$".
     for binding in parse_stream(io.StringIO(_read_text(path, str(path)))):
         text = binding.original.string
         line = binding.original.line + len(text) - len(text.lstrip("\r\n"))
         where = f"{path}, line {line}"
         if binding.error or (binding.key is not None and binding.value is None):
-            # Show only the name, and only of our own variables, since the rest may be a secret.
+            # Show only the name, and only if the variable is ours, since the rest may be a secret.
             found_name = re.match(r"[\s{\"']*(?:(?:export|set)\s+)?(\w*)", text)
             name = found_name[1] if found_name else ""
             ours = name.upper().startswith(_OURS)
@@ -350,26 +350,24 @@ def read_dotenv(
                 what += " and no second one closes it"
             if ours:
                 raise ConfigError(f"{what}, so nothing was started: correct it")
-            warn(f"{what}, so it is not read: correct it, or take it out")
+            warn(f"{what}, so it is ignored: correct that line, or remove it")
         elif binding.key is not None:
             assert binding.value is not None
             if binding.key in found:
                 both = f"{path}, lines {places[binding.key]} and {line}"
-                warn(
-                    f"{both}: {binding.key} is given twice, and the later one counts: take one out"
-                )
+                warn(f"{both}: {binding.key} is given twice, and the later one counts: remove one")
             found[binding.key], places[binding.key] = binding.value, line
     return found
 
 
 def unread_variables(names: Iterable[str], known: Schema) -> Iterator[str]:
-    """Yield a line for each name of ``.env`` that looks like a setting's and is none.
+    """Yield a line for each name in ``.env`` that looks like a setting's variable but is not one.
 
-    A misspelled key would otherwise only be missed as "not set".
+    Otherwise a misspelled key would only be reported as "not set".
     """
     read = [setting.env for setting in known if setting.env]
     for name in names:
-        # Case counts in the name of a variable, and people do not count on it.
+        # Variable names are case-sensitive, and people may not expect that.
         close = difflib.get_close_matches(name.upper(), read, n=1, cutoff=0.85)
         if name not in read and (close or name.upper().startswith(("R2_", "BT_"))):
             hint = f"did you mean {close[0]}?" if close else "it can be removed"
@@ -383,12 +381,12 @@ def read_toml(path: Path, known: Schema) -> dict[str, Given]:
         tree = parse_toml(text)
     except ValueError as error:
         raise ConfigError(
-            f"--config {path} is not TOML ({error}), so nothing was started: correct that line"
+            f"--config {path} is not TOML ({error}), so nothing was started: fix that line"
         ) from None
     found = {}
     for name, value in _flatten(tree, ""):
         name = RENAMED.get(canonical(name), canonical(name))
-        # The removed ones are settled later, with those of the command line.
+        # Removed settings are handled later, together with those on the command line.
         if known.get(name) is not None or not is_removed(name):
             name = known.find(name).name
         _refuse_secret(name, known, f"must not stand in a configuration file such as {path}")
@@ -405,7 +403,7 @@ def _flatten(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _read_text(path: Path, name: str) -> str:
-    """Read a small UTF-8 file. Raises ConfigError, which calls it ``name``."""
+    """Read a small UTF-8 file. ConfigError refers to it as ``name``."""
     try:
         with path.open("rb") as file:
             data = file.read(_LARGEST_FILE + 1)
@@ -416,14 +414,14 @@ def _read_text(path: Path, name: str) -> str:
         ) from None
     if len(data) > _LARGEST_FILE:
         raise ConfigError(
-            f"{name} has more than {_LARGEST_FILE} bytes, so it is no configuration and nothing "
+            f"{name} has more than {_LARGEST_FILE} bytes, so it is not a configuration and nothing "
             "was started: correct the path"
         )
     try:
         if b"\0" in data:  # UTF-16
             raise ValueError
-        # Some editors begin a file with a byte order mark, which would become part of the first
-        # name.
+        # Some editors put a byte order mark at the start of a file, which would become part of the
+        # first name.
         return data.decode("utf-8-sig")
     except ValueError:
         raise ConfigError(
@@ -432,7 +430,7 @@ def _read_text(path: Path, name: str) -> str:
 
 
 def import_named(modules: Sequence[str], source: str = "--plugins") -> None:
-    """Import plug-ins that ``source`` names. Raises ConfigError."""
+    """Import the plug-ins that ``source`` names. Raises ConfigError."""
     try:
         import_plugins(modules)
     except PluginError as error:
@@ -440,7 +438,7 @@ def import_named(modules: Sequence[str], source: str = "--plugins") -> None:
 
 
 def rules_at(place: str | Path, kind: Kind = "miner") -> Config:
-    """Return the configuration by a network's file, and nothing else. Raises ConfigError."""
+    """Return the configuration from a network's file and nothing else. Raises ConfigError."""
     return load_config(kind, ["--network", str(place)], environ={}, dotenv=None, check=False)
 
 
@@ -455,12 +453,11 @@ def load_config(
 ) -> Config:
     """Return the configuration of one neuron.
 
-    ``argv`` without the program's name. ``environ`` is ``os.environ`` if None; ``dotenv`` need not
-    exist. ``file``: TOML of flags that is read if there is one and ``--config`` names no other
-    (:data:`~.model.OPERATORS_FILE`). ``check=False`` skips the checks across settings
-    (``config.problems`` lists them).
-    ``--help`` and ``--version`` print and raise SystemExit(0).
-    Raises ConfigError: one line, nothing started.
+    ``argv`` does not include the program's name. ``environ`` is ``os.environ`` if None; ``dotenv``
+    need not exist. ``file``: a TOML file of flags (:data:`~.model.OPERATORS_FILE`), which is read
+    if it exists and ``--config`` names no other. ``check=False`` skips the checks across settings,
+    whose results ``config.problems`` lists. ``--help`` and ``--version`` print and raise
+    SystemExit(0). Raises ConfigError with one line, before anything is started.
     """
     known = schema(kind)
     flags = read_argv(argv, known)
@@ -468,18 +465,18 @@ def load_config(
     odd: list[str] = []
     lines_of_dotenv = read_dotenv(dotenv, odd.append)
     from_dotenv = read_environment(lines_of_dotenv, known)
-    # What comes later in the mapping wins. A --config file is weaker than the flags next to it.
+    # Later entries of the mapping win. A --config file is weaker than the flags given with it.
     given = {**from_dotenv, **environment, **flags}
     if file is not None and file.is_file() and "config" not in given:
         given["config"] = Given(str(file), str(file))
     if "config" in given:
         given = {**read_toml(Path(_text(given["config"])), known), **given}
-    # Do this after the merge, so that a removed flag that stands in several places counts once.
+    # Do this after the merge, so that a removed flag given in several places counts once.
     removed = {n: given.pop(n) for n in list(given) if known.get(n) is None}
     rules = {key: removed.pop(name) for name, key in RULES.items() if name in removed}
     _refuse(
         [
-            f"{removed[name].source} is no setting any more, so nothing was started: {remedy}"
+            f"{removed[name].source} is no longer a setting, so nothing was started: {remedy}"
             for name, (same, remedy) in REFUSED.items()
             if name in removed and _text(removed[name]).lower() not in same
         ]
@@ -491,10 +488,10 @@ def load_config(
     # Load plug-ins first, since other values may name a kind that they register.
     if "plugins" in given:
         import_named(_text(given["plugins"]).split(), given["plugins"].source)
-    # Check this only if a setting came from the file, since it may belong to another program.
+    # Check this only if a setting came from the file, which may belong to another program.
     if dotenv and from_dotenv and (mode := stat.S_IMODE(dotenv.stat().st_mode)) & 0o066:
         warnings.append(
-            f"{dotenv} has mode {mode:04o}, so other users of this machine can take the keys in "
+            f"{dotenv} has mode {mode:04o}, so other users of this machine can access the keys in "
             f"it: chmod 600 {dotenv}"
         )
     unread = tuple(unread_variables(lines_of_dotenv, known))
@@ -510,12 +507,12 @@ def load_config(
 def _with_rules(
     known: Schema, given: Mapping[str, Given], yielding: Mapping[str, Given], warnings: list[str]
 ) -> Config:
-    """Return the configuration with the network's rules below what the operator gives.
+    """Return the configuration: the network's rules, overridden by the operator's settings.
 
-    ``yielding``: what the operator gives and the network's file decides, by the key of that file.
-    Raises NoNetworkNamed, ConfigError, ConfigAway.
+    ``yielding``: the operator's settings that the network's file overrides, keyed by the key in
+    that file. Raises NoNetworkNamed, ConfigError, ConfigAway.
     """
-    # Build without the file's values first, since the place of the file is a setting itself.
+    # Build without the file's values first, since the file's place is a setting itself.
     alone = AllSettings(**_packages(known, given))
     place = alone.general.network
     named = given.get("network")
@@ -526,13 +523,13 @@ def _with_rules(
         raise NoNetworkNamed(
             f"{why}, so nothing was started: join a network with dt-join, or give --network FILE, "
             "--network https://URL (its founder's) or --network local; subnet 38, the default up "
-            f"to 0.2.0, has ended: commit {LAST_OF_SUBNET_38} is the last that speaks its protocol"
+            f"to 0.2.0, has ended: commit {LAST_OF_SUBNET_38} was the last to speak its protocol"
         )
     source = given["network"].source
     try:
         network = read_network(
             place,
-            # Take the validator's settings for a miner too, since one file serves both.
+            # Use the validator's settings for a miner too, since both read the same file.
             keys={setting.network for setting in schema("validator") if setting.network},
             kept=alone.run_folder,
             tell=warnings.append,
@@ -543,21 +540,21 @@ def _with_rules(
         ) from None
     except NetworkAway as error:
         raise ConfigAway(
-            f"{source}: {error}, so its rules are not known and nothing was started: check the "
-            "network, or give a file"
+            f"{source}: {error}, so its rules are unknown and nothing was started: check the "
+            "connection, or name a file"
         ) from None
     rules = _given_by(network, known, place=f" in {place}")
     ours = _build(known, {**rules, **given}, network)
     store, of_file = given.get("r2.endpoint_url"), network.values.get("store.endpoint")
     if store and _text(store) != of_file and not (network.built_in or ours.in_folder):
         raise ConfigError(
-            f"{store.source} {show(_text(store))} is not what store.endpoint in {place} says "
-            f"({show(of_file)}), so no peer of this network would find what is uploaded and "
+            f"{store.source} {show(_text(store))} differs from store.endpoint in {place} "
+            f"({show(of_file)}), so no peer of this network would find the uploads and "
             "nothing was started: leave it out"
         )
     because = {
         entry.source: f"{place} says {key} = {show(ours.get(key))} for all members: "
-        # The network's file names the chain, and the operator may choose a node of it.
+        # The network's file names the chain, but the operator may choose one of its nodes.
         + ("give --subtensor.chain_endpoint, or " if key == "chain.endpoint" else "")
         for key, entry in yielding.items()
     }
@@ -568,9 +565,9 @@ def _with_rules(
 
 
 def run_folder_of(argv: Sequence[str]) -> Path:
-    """Return the run folder that a miner's start would use, however wrong other settings are.
+    """Return the run folder that a miner would use, even if other settings are wrong.
 
-    It ignores lines of a TOML file that cannot be parsed, up to ten of them. Raises nothing.
+    Up to ten lines of the TOML file that cannot be parsed are ignored. Raises nothing.
     """
     known, flags = schema("miner"), dict[str, str]()
     for word, following in zip(argv, [*argv[1:], ""], strict=False):
@@ -594,9 +591,9 @@ def run_folder_of(argv: Sequence[str]) -> Path:
 
 
 def _parse_sound_lines(text: str) -> dict[str, Any]:
-    """Return the tables of a TOML text without the lines, ten at most, that make it none.
+    """Return the tables of a TOML text, without up to ten lines that are not valid TOML.
 
-    Raises ValueError if there are more of them.
+    Raises ValueError if there are more such lines.
     """
     lines = text.split("\n")
     for _ in range(10):
@@ -610,9 +607,9 @@ def _parse_sound_lines(text: str) -> dict[str, Any]:
 
 
 def at_published(config: Config) -> Config:
-    """Return the configuration with the folders of the network's files in place of the founder's.
+    """Replace the founder's folders by the local folders of the network's published files.
 
-    They may be there later: a start fetches them.
+    The folders need not exist yet: a start fetches the files.
     """
     places = config.published
     if "tokenizer" in places:
@@ -626,7 +623,7 @@ def at_published(config: Config) -> Config:
 
 
 def rules_of(config: Config, network: Network) -> Config:
-    """Return a configuration of ``config``'s kind by the rules of ``network`` only.
+    """Return a configuration of the same kind as ``config``, from the rules of ``network`` only.
 
     Raises ConfigError.
     """
@@ -635,7 +632,7 @@ def rules_of(config: Config, network: Network) -> Config:
 
 
 def _given_by(network: Network, known: Schema, *, place: str = "") -> dict[str, Given]:
-    """Return the rules as settings; ``place`` follows a key where an error names it."""
+    """Return the rules as settings. ``place`` is appended to a key when an error names it."""
     return {
         setting.name: Given(_words(network.values[setting.network]), f"{setting.network}{place}")
         for setting in known
@@ -644,19 +641,19 @@ def _given_by(network: Network, known: Schema, *, place: str = "") -> dict[str, 
 
 
 def _words(value: Any) -> str:
-    """Return the value of a TOML file as the text of a flag."""
+    """Return a TOML value as the text of a flag."""
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _refuse(found: Sequence[str], hints: Sequence[str] = ()) -> None:
-    """Raise ConfigError for the first problem. ``hints``: what may have caused it."""
+    """Raise ConfigError for the first problem, if any. ``hints``: possible causes."""
     if found:
         more = f" (and {len(found) - 1} more: dt-doctor lists all)" if len(found) > 1 else ""
         raise ConfigError("; ".join((found[0] + more, *hints)))
 
 
 def _packages(known: Schema, given: Mapping[str, Given]) -> dict[str, Any]:
-    """Return the settings of each package. Raises ConfigError."""
+    """Return the settings object of each package. Raises ConfigError."""
     arguments: dict[str, dict[str, Any]] = {package: {} for package in known.classes}
     for name, entry in given.items():
         text = _text(entry)
@@ -671,21 +668,21 @@ def _packages(known: Schema, given: Mapping[str, Given]) -> dict[str, Any]:
         try:
             packages[package] = settings_class(**arguments[package])
         except ValidationError as refusal:
-            for error in reversed(refusal.errors(include_url=False)):  # a field's first counts
+            for error in reversed(refusal.errors(include_url=False)):  # a field's first error wins
                 setting = places[package, str(error["loc"][0])]
                 text, source = given[setting.name]
                 remedy = f"give {setting.bounds}" if setting.bounds else f"correct {source}"
                 wrong[setting.name] = (
                     f"{source}: {fault(setting, text, error)}, so nothing was started: {remedy}"
                 )
-    # Refuse after all packages, since the line tells how many more are wrong.
+    # Refuse only after all packages are checked, since the line says how many more are wrong.
     _refuse(list(wrong.values()))
     return packages
 
 
 def _build(known: Schema, given: Mapping[str, Given], network: Network) -> Config:
     packages = _packages(known, given)
-    # Keys of the other exchange have no value, so nobody reads their default by mistake.
+    # Leave out the keys of the other exchange, so that nothing reads their defaults by mistake.
     absent = needless_keys(network.head.exchange)
     values = {
         s.name: getattr(packages[s.place[0]], s.place[1]) for s in known if s.network not in absent

@@ -25,11 +25,11 @@ from .types import ConfigError, Domain, parse_domains, show
 Kind = Literal["miner", "validator"]
 
 
-#: The operator's settings, next to ``.env`` in the folder in which a miner is started. The tools
-#: for that miner read it too.
+#: The file of the operator's settings, next to ``.env`` in the folder in which a miner is started.
+#: The tools for that miner read it too.
 OPERATORS_FILE = Path("miner.toml")
 
-#: Settings that an operator commonly gives: ``--help`` shows these, ``--help-all`` all.
+#: Settings that operators commonly use: ``--help`` shows these, ``--help-all`` shows all.
 USUAL = frozenset(
     (
         "network", "config", "wallet.name", "wallet.hotkey", "wallet.path",
@@ -40,7 +40,7 @@ USUAL = frozenset(
     )
 )  # fmt: skip
 
-#: Package of the settings -> title of its group in the help.
+#: Package of settings -> title of its group in the help.
 TITLES: Mapping[str, str] = {
     "general": "Network and plug-ins",
     "miner": "Ranks, checkpoints and restarts",
@@ -63,60 +63,60 @@ class Config(AllSettings):
     values: Mapping[str, Any] = field(repr=False)  # flag name -> value
     sources: Mapping[str, str] = field(repr=False)  # flag name -> where it was given, if anywhere
     network: Network
-    warnings: tuple[str, ...] = ()  # what was noticed while the files were read
-    node: int = 0  # number of this machine, of those that torchrun runs one miner on
-    of_script: bool = False  # a script trains, on data of its own where the members have such
+    warnings: tuple[str, ...] = ()  # found while the files were read
+    node: int = 0  # number of this machine among those that torchrun runs one miner on
+    of_script: bool = False  # a script trains, on its own data if the network's members do
 
     def get(self, name: str) -> Any:
-        """Return the value of a flag by its name (``neuron.upload_steps``); None if unknown."""
+        """Return a flag's value by its name (``neuron.upload_steps``), or None if unknown."""
         return self.values.get(name)
 
     @property
     def leads(self) -> bool:
-        """True on the one machine of a miner, or its node 0, which has wallet and bucket."""
+        """True on a miner's only machine, or on its node 0, which has the wallet and the bucket."""
         return self.node == 0
 
     @property
     def any_key(self) -> bool:
-        """True if a key of the store may have any length, and needs no account.
+        """True if the store's keys may have any length, and need no account.
 
-        All peers know the store then, and the commitment is not on a public chain.
+        In that case all peers know the store, and the commitment is not on a public chain.
         """
         return self.store.endpoint_url is not None and self.chain.kind != "bittensor"
 
     @property
     def reads_text(self) -> bool:
-        """False if only a script reads the text that it trains on."""
+        """False if a script reads the text that it trains on itself."""
         return not (self.of_script and self.data.own and not self.data.own_text)
 
     @property
     def has_bucket(self) -> bool:
-        """True if each member has a bucket of its own, False if a registry gives access."""
+        """True if each member has its own bucket, False if a registry gives access."""
         return self.store.access == "own"
 
     @property
     def in_folder(self) -> bool:
-        """True for a validator that writes the bucket's folder, which the registry serves."""
+        """True for a validator that writes to the folder that the registry serves as the bucket."""
         folder = (self.store.endpoint_url or "").startswith("folder://")
         return folder and self.kind == "validator" and not self.has_bucket
 
     @property
     def key_variables(self) -> tuple[str, ...]:
-        """The variables of the store's keys that this neuron needs."""
+        """The variables for the store's keys that this neuron needs."""
         if not self.has_bucket:
             return KEY_VARIABLES[3:] if self.kind == "validator" and not self.in_folder else ()
         return KEY_VARIABLES[1:] if self.any_key else KEY_VARIABLES
 
     @property
     def tokenizer_revision(self) -> str | None:
-        """The commit of the tokenizer that the network's file pins; None: the newest."""
+        """The tokenizer commit that the network's file pins, or None for the newest."""
         return self.network.head.tokenizer_revision
 
     @property
     def published(self) -> dict[str, Path]:
-        """The folders of what the global bucket has of the network's files: model, tokenizer, data.
+        """The local folders for the network's published files: model, tokenizer and data.
 
-        The data are left out if the operator reads them from another place than the network's.
+        The data folder is left out if the operator reads the data from another source.
         """
         head = self.network.head
         named = {"model": head.frozen, "tokenizer": head.tokenizer_files}
@@ -127,18 +127,18 @@ class Config(AllSettings):
 
     @property
     def frozen_weights(self) -> Path | None:
-        """The file of the tensors that nobody trains; None: the network trains all."""
+        """The file of the tensors that nobody trains, or None if the network trains all."""
         folder = self.published.get("model")
         return None if folder is None else folder / FROZEN
 
     @property
     def data_cache(self) -> Path | None:
-        """The folder of fetched data; None before a first start has made it."""
+        """The folder of fetched data, or None before the first start has created it."""
         return self.run_folder / "data" / "pages" if self.run_folder.is_dir() else None
 
     @property
     def draw_pages(self) -> PageDraw:
-        """The rule by which this network's pages are drawn."""
+        """The rule that draws this network's pages."""
         return PageDraw(
             run_id=self.swarm.run_id,
             key=f"{self.network.head.name} {self.miner.master_ss58_address}",
@@ -160,7 +160,7 @@ class Config(AllSettings):
 
     @property
     def held_out_name(self) -> str:
-        """The held-out text in a few words, to name each loss on it."""
+        """The held-out text in a few words, as a label for each loss on it."""
         if len(self.domains) == 1:
             return self.domains[0].name
         return ", ".join(f"{domain.name} {domain.weight:.2f}" for domain in self.domains)
@@ -181,12 +181,12 @@ class Config(AllSettings):
 
     @property
     def tokens_of_step(self) -> int:
-        """The tokens of one inner step of one miner."""
+        """The number of tokens in one miner's inner step."""
         training = self.training
         return training.local_batch_size_train_effective * training.sequence_length
 
     def finished(self, *, outer_step: int, tokens: int, loss: float) -> str:
-        """Return which [stop] of the network's file is reached, in words; empty: none."""
+        """Return which [stop] of the network's file is reached, in words; empty if none is."""
         wanted = self.rounds
         if wanted.stop_outer_steps is not None and outer_step >= wanted.stop_outer_steps:
             return f"outer step {outer_step} of stop.outer_steps {wanted.stop_outer_steps}"
@@ -198,11 +198,11 @@ class Config(AllSettings):
 
 
 # --- checks across settings ---------------------------------------------------------------------
-# Each problem is one line: cause, consequence, remedy. These need neither network nor GPU;
-# ``health`` looks at the machine.
+# Each problem is one line: cause, consequence, remedy. These checks need neither network nor GPU;
+# ``health`` checks the machine.
 
-# Fields of StoreSettings, and how many characters R2 gives each. A commitment on a public chain has
-# no separators: validators drop one whose parts are longer or shorter.
+# Fields of StoreSettings, and how many characters each has at R2. A commitment on a public chain
+# has no separators: validators drop a commitment whose parts are longer or shorter.
 _KEYS = {
     "account_id": 32,
     "read_access_key_id": 32,
@@ -210,18 +210,18 @@ _KEYS = {
     "write_access_key_id": 32,
     "write_secret_access_key": 64,
 }
-#: The variables that hold them.
+#: The variables that contain these values.
 KEY_VARIABLES = tuple(f"R2_{name.upper()}" for name in _KEYS)
 
 
 def problems(config: Config) -> list[str]:
-    """List the lines that keep this configuration from running; empty if nothing does."""
+    """Return the problems that keep this configuration from running, one line each."""
     lacking = list(check_installed(config))
     return lacking or [line for check in CHECKS for line in check(config)]
 
 
 def extras_of_network(config: Config) -> dict[str, str]:
-    """Return the extras of the wheel that this network's members need, and for what."""
+    """Return the wheel's extras that this network's members need, and what needs each."""
     wanted = {}
     if config.chain.kind == "bittensor":
         wanted["bittensor"] = "a network on a Bittensor chain"
@@ -240,16 +240,16 @@ def check_installed(config: Config) -> Iterator[str]:
 
 def check_values(config: Config) -> Iterator[str]:
     source = config.sources.get("neuron.run_folder")
-    if source is not None and config.miner.run_folder is None:  # a shell's variable was not set
+    if source is not None and config.miner.run_folder is None:  # an unset shell variable
         yield (
-            f"{source} is empty, so the miner would begin again in {config.run_folder} and leave "
-            "its checkpoints where they are: give a folder, or remove it"
+            f"{source} is empty, so the miner would begin again in {config.run_folder} without "
+            "its checkpoints: name a folder, or remove this setting"
         )
     url, bucket = config.store.endpoint_url or "", config.store.global_model_name
     name = urlsplit(url).path.rstrip("/").rpartition("/")[2]
     if name == bucket or re.fullmatch(rf"{re.escape(bucket)}-\d{{3,}}", name):
         yield (
-            f"--r2.endpoint_url {url} ends with a bucket, whose name is added here, so uploads "
+            f"--r2.endpoint_url {url} ends with a bucket's name, which is added later, so uploads "
             f"would go where no validator looks: leave out /{name}"
         )
     try:
@@ -264,21 +264,21 @@ def check_exports(config: Config) -> Iterator[str]:
         return
     if not config.validator.export_every:
         yield (
-            "--validator.export_command is given and --validator.export_every is 0, so it would "
-            "never run: give --validator.export_every 10"
+            "--validator.export_command is given but --validator.export_every is 0, so it would "
+            "never run: set --validator.export_every 10"
         )
     try:
         program = (shlex.split(command) or [""])[0]
     except ValueError as error:
         yield (
-            f"--validator.export_command cannot be split into words ({error}), so nothing could be "
+            f"--validator.export_command cannot be split into words ({error}), so it could not be "
             "run: close its quotation marks"
         )
     else:
         if shutil.which(program) is None:
             yield (
-                f"--validator.export_command names {program!r:.100}, which is no program here, so "
-                "nothing could be run: give its whole path, and chmod +x"
+                f"--validator.export_command names {program!r:.100}, which is not a program here, "
+                "so it could not be run: give the full path, and chmod +x"
             )
 
 
@@ -296,9 +296,9 @@ def check_own_text(config: Config) -> Iterator[str]:
         )
     if data.own_text and not own:
         yield (
-            f"--data.own_text {' '.join(data.own_text)} in a network whose file does not say "
-            "data.own, so it would not be read: leave it out; --data.source names a copy of the "
-            "network's data"
+            f"--data.own_text {' '.join(data.own_text)} is given, but the network's file does not "
+            "set data.own, so it would not be read: leave it out; --data.source names a copy of "
+            "the network's data"
         )
 
 
@@ -314,12 +314,12 @@ def check_schedule(config: Config) -> Iterator[str]:
         )
     if (begins is None) != (lasts is None):
         yield (
-            "training.decay_from and training.decay_steps stand for one decay, and only one of "
-            f"them is there, so none would begin: {remedy}"
+            "training.decay_from and training.decay_steps describe one decay together, but only "
+            f"one of them is set, so no decay would begin: {remedy}"
         )
     elif begins is not None and training.schedule != "constant":
         yield (
-            "training.decay_from is of training.schedule constant and this one is "
+            "training.decay_from belongs to training.schedule constant, but the schedule is "
             f"{training.schedule}, so the learning rate would not follow it: {remedy}"
         )
     elif begins is not None and begins < training.warmup_steps:
@@ -332,52 +332,52 @@ def check_schedule(config: Config) -> Iterator[str]:
 def check_exchange(config: Config) -> Iterator[str]:
     if config.of_script and config.takes_ports:
         yield (
-            f"{config.general.network} averages over hivemind, which takes ports and a bucket of "
-            "its own, so a script cannot join it: run dt-miner there"
+            f"{config.general.network} averages over hivemind, which needs ports and a bucket of "
+            "its own, so a script cannot join it: run dt-miner instead"
         )
     grace, period = config.rounds.grace, config.rounds.period
     if grace > period / 3:
         yield (
             f"round.grace ({show(grace)}) is above a third of the period ({show(period)}), so "
-            "miners would train most of it on weights that are past: in the network's file lower "
+            "miners would train too long on outdated weights: in the network's file lower "
             f"round.grace, or raise round.period to {show(3 * grace)} or more"
         )
     if config.averages and config.rounds.average_after >= grace:
         yield (
             f"round.average_after ({show(config.rounds.average_after)}) is not below round.grace "
-            f"({show(grace)}), so no all-reduce would end in time: lower the one or raise the other"
+            f"({show(grace)}), so no all-reduce would end in time: lower it or raise round.grace"
         )
     url, private = config.store.endpoint_url, config.chain.private
     readers = url and not config.has_bucket and not config.in_folder
     if url and readers and not keeps_secrets(url, private=private):
         yield (
-            f"store.endpoint is {url}, and the URLs of it that the registry hands out are secrets, "
-            "so no member would use them: in the network's file give an https:// URL, or http:// "
-            "and private = true where all machines are in one private network"
+            f"store.endpoint is {url}, and the URLs that the registry hands out are secrets, "
+            "so no member would use them: in the network's file set an https:// URL, or http:// "
+            "and private = true if all machines are in one private network"
         )
 
 
 def check_addresses(config: Config) -> Iterator[str]:
     if not config.averages:
-        return  # nobody calls its members
+        return  # nobody connects to its members
     address, chain = (config.swarm.dht_ip or "").strip("[]"), config.chain
     if address and reach(address) > chain.narrowest:
         whose = "its address in the private network" if chain.private else "its public address"
         yield (
             f"--dht.ip {address} cannot be reached from other machines, so no peer of the network "
-            f"could call this one: give {whose}, or remove the flag"
+            f"could connect to it: give {whose}, or remove the flag"
         )
     port = config.swarm.dht_external_port
     if config.kind == "validator" and port is not None and config.swarm.dht_ip is None:
         yield (
-            f"--dht.external_port {port} without --dht.ip, so a validator would announce neither: "
-            "give its public address too"
+            f"--dht.external_port {port} is given without --dht.ip, so the validator would "
+            "announce neither: give its public address with --dht.ip"
         )
 
 
 def check_keys(config: Config) -> Iterator[str]:
     if not config.leads or not config.key_variables:
-        return  # nothing is published there, or by URLs of the registry
+        return  # it publishes nothing, or through the registry's URLs
     own_store = config.store.endpoint_url is not None
     where = "one key of the store" if own_store else "R2 dashboard, Manage API tokens; one token"
     wanted = "one to read and write"
@@ -387,7 +387,7 @@ def check_keys(config: Config) -> Iterator[str]:
     for variable in config.key_variables:
         value = getattr(config.store, variable.removeprefix("R2_").lower())
         keys[variable] = value.get_secret_value() if isinstance(value, SecretStr) else value or ""
-    # Report only this, since missing keys need no comparison.
+    # Report only the missing keys, since they cannot be compared.
     if missing := [variable for variable, text in keys.items() if not text]:
         yield (
             f"{', '.join(missing)} not set, so nothing could be uploaded: put them into .env "
@@ -400,8 +400,8 @@ def check_keys(config: Config) -> Iterator[str]:
         if "" != keys[f"R2_READ_{part}"] == keys[f"R2_WRITE_{part}"]:
             yield (
                 f"R2_READ_{part} and R2_WRITE_{part} are equal, and the read key is published on "
-                "the chain for ever, so anybody could overwrite this bucket: make a second token "
-                "that may only read (at R2: dashboard, Manage API tokens) and put it into .env"
+                "the chain for ever, so anybody could overwrite this bucket: create a second token "
+                "that can only read (at R2: dashboard, Manage API tokens) and put it into .env"
             )
     if config.any_key:
         return
@@ -414,13 +414,13 @@ def check_keys(config: Config) -> Iterator[str]:
             consequence = "validators would drop this miner's commitment"
         remedy = "copy it again from the R2 dashboard into .env"
         if own_store:
-            remedy = "a public chain needs a store whose keys are as long as those of R2"
+            remedy = "a public chain needs a store whose keys are as long as R2's"
         yield (
             f"{variable} has {len(text)} characters instead of {length}, so {consequence}: {remedy}"
         )
 
 
-# A start shows only the first problem, so a problem that makes others pointless stands first.
+# A start shows only the first problem, so problems that make others irrelevant come first.
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_exchange,
     check_values,

@@ -1,7 +1,7 @@
-"""Names that an older start script, ``.env`` or ``miner.toml`` may hold, and no setting has now.
+"""Names of former settings, which an old start script, ``.env`` or ``miner.toml`` may contain.
 
-Each is accepted with a warning: the public miner's guides name many, and none of them may end a
-miner. Only a value by which a miner would do something else than its operator wants is refused.
+Each is accepted with a warning: the public miner's guides name many of them, and none may stop a
+miner. A value is refused only if the miner would now do something that its operator does not want.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ validator.held_out_sequences validator.inner_optimizer_budget validator.keep_exp
 validator.loss_tolerance validator.minimum_* validator.model_* validator.publication_budget
 validator.score_* validator.seed validator.sweep_* validator.tick validator.top_candidates
 """
-#: Patterns of names without effect. A setting of today wins over a pattern.
+#: Patterns of names without effect. A current setting takes precedence over a pattern.
 GONE = tuple(_GONE.split())
 
-#: Flag -> key of the network's file, which gives the value to all members.
+#: Flag -> the key in the network's file that sets the value for all members.
 RULES: dict[str, str] = {
     "chain.max_uids": "limits.max_uids",
     "chain.registry_url": "chain.url",
@@ -65,14 +65,14 @@ RULES: dict[str, str] = {
     },
 }  # fmt: skip
 
-#: Flag -> the flag that has its value now.
+#: Old flag -> new flag.
 RENAMED = {
     "neuron.nproc_per_node": "nproc_per_node",
     "validator.weights": "validator.model",
 }
 
 _TORCHRUN = "torchrun starts several machines (docs/several-machines.md)"
-#: Flag -> values that change nothing, and what an operator of another value does.
+#: Flag -> values that change nothing, and what an operator with another value should do.
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "data.mix": (("",), "name the sources in mix.toml of a folder (examples/mixture.py)"),
     "nnodes": (("", "1"), _TORCHRUN),
@@ -83,5 +83,5 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def is_removed(name: str) -> bool:
-    """Return whether ``name``, which no setting has now, belonged to an earlier setting."""
+    """Return whether ``name``, which is not a setting now, was one earlier."""
     return name in RULES or name in REFUSED or any(fnmatchcase(name, gone) for gone in GONE)

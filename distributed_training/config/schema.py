@@ -1,7 +1,7 @@
-"""Find the flags that the settings declare by name, and show them to people.
+"""Find settings by the names of their flags, and describe them for people.
 
-A :class:`Schema` reads the declarations of ``settings.py``. From it follow what a start prints,
-``config.txt`` and the page of flags (docs/site/generated.py). The loader asks it what a name means.
+A :class:`Schema` reads the declarations in ``settings.py``. What a start prints, ``config.txt`` and
+the page of flags (docs/site/generated.py) are made from it. The loader uses it to look up names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .model import TITLES, Config, Kind
 from .settings import AllSettings
 from .types import ConfigError, show
 
-# How an operator calls each type, and what stands for a value in the help.
+# How messages name each type, and the placeholder for its value in the help.
 _TYPES: dict[Any, tuple[str, str]] = {
     bool: ("true or false", "true|false"),
     timedelta: ("a duration such as 90s or 15m", "TIME"),
@@ -40,9 +40,9 @@ _TYPES: dict[Any, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One flag or rule, and the field that it feeds.
+    """One flag or rule, and the field that it sets.
 
-    ``name``: the flag's; a rule has no flag, so its name is its key in the network's file.
+    ``name``: the flag's name. A rule has no flag, so its name is its key in the network's file.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Setting:
     default: Any = None
     env: str | None = None
     network: str = ""  # its key in the network's file
-    is_rule: bool = False  # only the network's file gives it
+    is_rule: bool = False  # only the network's file sets it
 
     @property
     def help(self) -> str:
@@ -60,7 +60,7 @@ class Setting:
 
     @cached_property
     def parts(self) -> list[Any]:
-        """The parts of the type, and the constraints upon it."""
+        """The parts of the type, and its constraints."""
         return [*_parts(self.field.annotation), *self.field.metadata]
 
     @property
@@ -73,7 +73,7 @@ class Setting:
 
     @property
     def many(self) -> bool:
-        """True if the flag takes several words."""
+        """Whether the flag takes several words."""
         return Ellipsis in self.parts
 
     @property
@@ -89,7 +89,7 @@ class Setting:
 
     @property
     def wanted(self) -> str:
-        """The kind of value of this flag: ``a whole number``."""
+        """The kind of value that this flag takes, such as ``a whole number``."""
         words = ", ".join(self.choices)
         if words and not self.bounds:
             return f"one of {words}"
@@ -97,7 +97,7 @@ class Setting:
 
     @property
     def metavar(self) -> str:
-        """The word that stands for the value in the help."""
+        """The placeholder for the value in the help."""
         if self.many:
             return "WORD"
         first = [self._type[1]] if self.bounds or not self.choices else []
@@ -109,14 +109,14 @@ class Setting:
 
 
 def _parts(hint: Any) -> Iterator[Any]:
-    """Flatten ``int | Literal["auto"]`` to Union, int, Literal, "auto"; constraints as they are."""
+    """Flatten ``int | Literal["auto"]`` to Union, int, Literal, "auto"; keep constraints."""
     yield typing.get_origin(hint) or hint
     for part in typing.get_args(hint):
         yield from part.metadata if isinstance(part, FieldInfo) else _parts(part)
 
 
 class Schema:
-    """The settings one kind of neuron understands, found by any spelling of their flags."""
+    """The settings of one kind of neuron, which can be looked up by any spelling of their flags."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
@@ -141,13 +141,13 @@ class Schema:
         self._spellings = {canonical(setting.name): setting for setting in self.flags}
 
     def find(self, name: str) -> Setting:
-        """Find the setting of a flag, dashes or underscores alike.
+        """Find the setting of a flag, spelled with dashes or underscores.
 
-        Raises ConfigError if unknown.
+        Raises ConfigError if the flag is unknown.
         """
         setting = self._spellings.get(canonical(name))
         if setting is None:
-            # Consider a name without its section too, such as --upload_steps.
+            # Also consider names without their section, such as --upload_steps.
             names = {spelling.rpartition(".")[2]: s for spelling, s in self._spellings.items()}
             names |= self._spellings
             close = difflib.get_close_matches(canonical(name), names, n=1, cutoff=0.8)
@@ -160,16 +160,16 @@ class Schema:
         return setting
 
     def get(self, name: str) -> Setting | None:
-        """Return the setting of a flag; None if unknown."""
+        """Return the setting of a flag, or None if the flag is unknown."""
         return self._spellings.get(canonical(name))
 
     def __iter__(self) -> Iterator[Setting]:
-        """Yield flags and rules grouped, in the order of the help."""
+        """Yield flags and rules by group, in the order of the help."""
         return iter(self.settings.values())
 
 
 def canonical(name: str) -> str:
-    """Return the one spelling of a flag: lower case, with underscores in place of dashes."""
+    """Return the canonical spelling of a flag: lower case, with underscores instead of dashes."""
     return name.replace("-", "_").lower()
 
 
@@ -179,7 +179,7 @@ def schema(kind: Kind) -> Schema:
 
 
 class Given(NamedTuple):
-    """The text that one place gives for a setting."""
+    """The text given for a setting, and where it was given."""
 
     text: str  # several words are separated by spaces
     source: str  # the place in an operator's words: --neuron.upload_steps, R2_ACCOUNT_ID
@@ -188,16 +188,16 @@ class Given(NamedTuple):
 # --- what people read ---------------------------------------------------------------------------
 
 SETTINGS_FILE = "config.txt"  # in the run folder
-WARNING = "  warning: "  # how the line of a warning begins
+WARNING = "  warning: "  # start of each warning line
 
 
 def describe(config: Config) -> list[str]:
-    """Return the settings that were given, one per line with its place; secrets are masked.
+    """Return the settings that were given, one per line with its source; secrets are masked.
 
-    They begin the log of every start; all settings are in :data:`SETTINGS_FILE`.
+    The log of every start begins with these lines. :data:`SETTINGS_FILE` has all settings.
     """
     place = config.general.network
-    # Leave out values of the network's file, which this operator did not give.
+    # Leave out values from the network's file, which this operator did not give.
     given = [
         s
         for s in schema(config.kind)
@@ -214,7 +214,7 @@ def describe(config: Config) -> list[str]:
 
 def all_settings(config: Config) -> str:
     """Return the text of :data:`SETTINGS_FILE`: every setting, grouped by subject."""
-    lines = [f"All settings of this {config.kind}, and where each is from."]
+    lines = [f"All settings of this {config.kind}, and where each comes from."]
     for group, settings in groupby(schema(config.kind), key=lambda setting: setting.group):
         lines += ["", TITLES[group], *(_entry(config, setting) for setting in settings)]
     return "\n".join(lines) + "\n"
@@ -222,7 +222,7 @@ def all_settings(config: Config) -> str:
 
 def _entry(config: Config, setting: Setting) -> str:
     source = config.sources.get(setting.name, "")
-    # The run folder is None by default, and is then made of two other settings.
+    # The run folder is None by default, and is then derived from two other settings.
     value = config.run_folder if setting.name == "neuron.run_folder" else config.get(setting.name)
     label = "" if setting.is_rule else "--"
     label = str(setting.env) if setting.secret else label + setting.name

@@ -1,8 +1,8 @@
 """All settings, one class for each package.
 
-A ``flag`` is an operator's. A ``rule`` is a value that all members share: a network's file gives it
-and nothing else. A plain field is a constant, which only a test replaces. The class docstrings say
-what each group is for; the text below a field is its help.
+An operator sets a ``flag``. A ``rule`` is a value that all members share, and only a network's file
+sets it. A plain field is a constant, which only tests replace. The class docstrings say what each
+group is for; the text below a field is its help.
 """
 
 from __future__ import annotations
@@ -54,28 +54,28 @@ from .types import (
 )
 
 Exchange = Literal["hivemind", "store"]
-#: A development account, which is the master of no network but the one that comes with the program.
+#: A development account, the master only of the trial network that comes with the program.
 _NOBODY = "5GrwvaEF5zXb26Fz9rcQpDWS57CtERHpNehXCPcNoHGKutQY"
 
 
 @dataclass(frozen=True, config=SETTINGS)
 class GeneralSettings:
-    """Settings that name the origin of defaults."""
+    """Settings that say where the other settings come from."""
 
     network: str | None = flag("network", None, env="DT_NETWORK")
-    """The network to join: its file, its https:// URL, or local. Nothing starts without it."""
+    """The network to join: its file, its https:// URL, or local. Nothing starts without this."""
     config: File | None = flag("config", None)
-    """TOML file of flags, read in place of miner.toml."""
+    """TOML file of flags, read instead of miner.toml."""
     plugins: Words[str] = flag("plugins", (), env="DT_PLUGINS")
-    """Your own modules, imported first, which register an optimizer, a data source or the like."""
+    """Your own modules, imported first, which register optimizers, data sources and the like."""
 
 
 @dataclass(frozen=True, config=SETTINGS)
 class ChainSettings:
     """Identity and chain.
 
-    Which chain: that of ``kind``, one of ``chain/kinds.py``. A registry is at ``registry_url``, a
-    Subtensor at ``chain_endpoint``, or where ``network`` has its nodes.
+    ``kind`` names one of the chains in ``chain/kinds.py``. A registry is at ``registry_url``. A
+    Subtensor is at ``chain_endpoint``, or else at the nodes of ``network``.
     """
 
     # identity
@@ -84,7 +84,7 @@ class ChainSettings:
     wallet_hotkey: FileName = flag("wallet.hotkey", "default", env="BT_WALLET_HOTKEY")
     """Name of the hotkey in the wallet."""
     wallet_path: str = flag("wallet.path", "~/.bittensor/wallets/", env="BT_WALLET_PATH")
-    """Folder that holds all wallets."""
+    """Folder that contains all wallets."""
 
     # chain
     netuid: int = rule("chain.netuid", 0, ge=0, le=65535)
@@ -94,26 +94,26 @@ class ChainSettings:
     network: Subtensor = rule("chain.endpoint", "finney")
     """chain to use: finney, test, local, or a ws:// or wss:// URL"""
     chain_endpoint: NodeUrl | None = flag("subtensor.chain_endpoint", None)
-    """URL of the chain node, used in place of the file's chain.endpoint."""
+    """URL of the chain node, used instead of the file's chain.endpoint."""
     private: bool = rule("private", False)
     """true: all machines are in one private network (LAN, VPN, cluster), so private addresses are
-    allowed, and a registry may be asked over http://"""
+    allowed, and the registry may be reached over http://"""
     registry_url: WebUrl | None = rule("chain.url")
-    """https:// URL of a registry, the chain of a network without a public one; it is then used
-    instead of a Subtensor"""
+    """https:// URL of a registry, which a network without a public chain uses instead of a
+    Subtensor"""
     invitation: Secret | None = flag("chain.invitation", None, env="DT_INVITATION")
-    """The founder's invitation, for which the registry gives this hotkey a uid."""
-    poll_interval: timedelta = 6 * SECOND  # between two reads of a registry
-    neurons_interval: timedelta = 60 * SECOND  # between two reads of a Bittensor chain
-    call_timeout: timedelta = 120 * SECOND  # limit for one read or write there, with its connection
+    """The founder's invitation, with which the registry gives this hotkey a uid."""
+    poll_interval: timedelta = 6 * SECOND  # time between two reads of a registry
+    neurons_interval: timedelta = 60 * SECOND  # time between two reads of a Bittensor chain
+    call_timeout: timedelta = 120 * SECOND  # for one read or write there, including the connection
     start_timeout: timedelta = 120 * SECOND  # how long a start waits for the chain's first answer
 
     @property
     def narrowest(self) -> Reach:
-        """The narrowest reach that an address of this network may have.
+        """The narrowest reach that an address in this network may have.
 
-        In a private network it is that of its machines, or of the one machine that its registry
-        is on.
+        In a private network, it is that network, or one machine if the registry's URL has a
+        loopback address.
         """
         if not self.private:
             return Reach.EVERYWHERE
@@ -126,7 +126,7 @@ class ChainSettings:
 
 @dataclasses.dataclass(frozen=True)
 class SourceSpec:
-    """A source of text, of a kind that ``data/sources.py`` registers."""
+    """A source of text, whose kind is registered in ``data/sources.py``."""
 
     kind: str
     folder: Path | None
@@ -144,36 +144,36 @@ def parse_source(text: str) -> SourceSpec:
     except RuntimeError:
         raise ConfigError(
             f"--data.source {text}: no user has this name, so there is nothing to train on: give "
-            "the whole path"
+            "the full path"
         ) from None
 
 
 @dataclass(frozen=True, config=SETTINGS)
 class DataSettings:
-    """Settings of the text's origin, and of how far ahead it is prepared."""
+    """Where the text comes from, and how far ahead it is prepared."""
 
-    # An operator may read a mirror. Pinned revision and rows keep it the same data.
+    # An operator may read a mirror. The pinned revision and rows ensure that it is the same data.
     source: str = flag("data.source", network="data.source")
-    """Where text is read: hub (Parquet files at Hugging Face), parquet:DIR, stdlib (Python sources,
-    for trials), or a kind that a module of --plugins registers."""
+    """Where text is read from: hub (Parquet files at Hugging Face), parquet:DIR, stdlib (Python
+    sources, for trials), or a kind that a module of --plugins registers."""
     dataset: str = rule("data.dataset")
     """dataset of --data.source hub"""
     folder: RepositoryFolder = rule("data.folder", "")
-    """with --data.source hub: folder of the dataset that is read; empty: all of it"""
+    """with --data.source hub: folder of the dataset to read; empty: the whole dataset"""
     revision: str | None = rule("data.revision")
-    """commit of the dataset that the network pins; a source that serves another one is refused"""
+    """commit of the dataset that the network pins; a source with another commit is refused"""
     rows: int | None = rule("data.rows", ge=1, le=10**13)
-    """rows of all its configs that the network pins; a source that has others is refused"""
+    """number of rows in all its configs, which the network pins; any other number is refused"""
     text_column: str = rule("data.text_column")
-    """column or key that holds a row's text"""
+    """column or key that contains a row's text"""
     pages_per_block: int = rule("data.pages_per_block", ge=1, le=1000)
     """pages that a rank prepares and trains on at once"""
     rows_per_page: int = rule("data.rows_per_page", ge=1, le=100_000)
-    """rows of a page"""
+    """rows per page"""
     max_length: int = rule("data.max_length", ge=1, le=10_000_000)
-    """tokens of a row; the rest of it is dropped"""
+    """most tokens of a row; the rest of the row is dropped"""
     selection: int = rule("data.selection", 1, ge=1, le=2)
-    """2: the data are pinned, and data.held_out_pages of them are held out; 1: none are"""
+    """2: the data is pinned, and data.held_out_pages of its pages are held out; 1: neither"""
     held_out: HeldOutText | None = rule("data.held_out")
     """the text that each outer step is judged on: pages (with data.selection 2, its default), a
     text or .parquet file as PATH#SHA256 or https://...#SHA256, several as NAME=FILE or
@@ -181,19 +181,19 @@ class DataSettings:
     held_out_pages: int = rule("data.held_out_pages", HELD_OUT_PAGES, ge=1, le=100_000)
     """with data.selection 2: pages that nobody trains on"""
     own: bool = rule("data.own", False)
-    """true: each member trains on text of his own, --data.own_text, which is never uploaded;
-    uploads are judged only on data.held_out"""
+    """true: each member trains on its own text, --data.own_text, which is never uploaded; uploads
+    are judged only on data.held_out"""
     own_text: Words[str] = flag("data.own_text", ())
-    """Files or folders of your own text (Parquet, .jsonl, UTF-8), if the network's file says
+    """Files or folders of your own text (Parquet, .jsonl, UTF-8), if the network's file sets
     data.own."""
     prefetch_blocks: Annotated[int, Field(ge=1, le=1000)] | Literal["auto"] = flag(
         "data.prefetch_blocks", "auto"
     )
-    """Data blocks prepared ahead of the one in training. 'auto' prepares two, and up to eight while
-    the source is slow."""
+    """Data blocks prepared ahead of the current one. 'auto' prepares two, and up to eight while the
+    source is slow."""
     workers: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = flag("data.workers", "auto")
-    """Processes of each rank that fetch and tokenize. 'auto' starts one, and up to four if training
-    waits."""
+    """Processes per rank that fetch and tokenize. 'auto' starts one, and up to four if training has
+    to wait."""
 
     @property
     def spec(self) -> SourceSpec:
@@ -203,54 +203,54 @@ class DataSettings:
 
 @dataclass(frozen=True, config=SETTINGS)
 class RoundSettings:
-    """The rules of a round: the validator keeps them, and a miner plans its uploads by them."""
+    """The rules of a round: the validator applies them, and miners plan their uploads by them."""
 
     exchange: Exchange = rule("exchange", "store")
     """where an outer step's update comes from: 'store', the merge of the accepted uploads, or
     'hivemind', the members' all-reduce if it passes the checks"""
     grace: Duration = rule("round.grace", 10 * MINUTE, ge=SECOND, le=DAY)
-    """how long after a close uploads are accepted, at most a third of the
+    """how long uploads are accepted after a close; at most a third of the
     period"""
     average_after: Duration = rule("round.average_after", 60 * SECOND, ge=0 * SECOND, le=DAY)
-    """with exchange 'hivemind': how long after a close the members average, which has
-    until the end of round.grace; by then all must have written their uploads"""
+    """with exchange 'hivemind': how long after a close the members begin to average; all must have
+    written their uploads by then, and the average must end within round.grace"""
     sample: CountFrom0 = rule("round.sample", 0)
-    """with exchange 'hivemind': uploads of a close that the validator fetches and judges, drawn at
+    """with exchange 'hivemind': uploads per close that the validator fetches and judges, drawn at
     random; 0: all"""
     least: Count = rule("round.least", 1)
-    """fewest accepted uploads of an outer step; with fewer the close moves
+    """fewest accepted uploads that make an outer step; with fewer, the close moves
     by a period"""
     codec: str = rule("round.codec", "4-bit")
     """how uploads write values: '4-bit', '3-bit' or '2-bit' for each value, or a codec that a
     module of --plugins registers"""
     weights_every: int = rule("publish.weights_every", 8, ge=1, le=1000)
-    """outer steps between two sets of weights that are published"""
+    """outer steps between two publications of the weights"""
     keep_uploads: int = rule("store.keep_uploads", 8, ge=1, le=1000)
-    """outer steps whose merged uploads are kept"""
+    """number of outer steps whose merged uploads are kept"""
     period: Duration = rule("round.period", ge=SECOND, le=7 * DAY)
     """time from one close to the next, such as "30m"; at least three times round.grace"""
     held_out_rise: float = rule("round.held_out_rise", 0.25, ge=0, le=1000)
-    """an outer step is refused when it makes the held-out loss worse by
+    """an outer step is refused if it raises the held-out loss by
     more than this, in nats per token"""
     stop_outer_steps: int | None = rule("stop.outer_steps", ge=1, le=10**9)
-    """last outer step of the network: no close follows it"""
+    """the network's last outer step: no close follows it"""
     stop_tokens: int | None = rule("stop.tokens", ge=1, le=10**18)
-    """tokens of all miners in all outer steps at which the network ends"""
+    """total tokens of all miners and outer steps at which the network ends"""
     stop_loss: float | None = rule("stop.loss", ge=0, le=1000)
     """held-out loss, in nats per token, at which the network ends"""
     max_uids: int = rule("limits.max_uids", ge=2, le=4096)
-    """uids of the network, from 0 on: a registry gives no other"""
+    """number of uids, counted from 0: a registry gives out no others"""
 
 
 @dataclass(frozen=True, config=SETTINGS)
 class MinerSettings:
-    """Settings of the loop and the launcher that no package owns."""
+    """Settings of the training loop and the launcher that belong to no other group."""
 
     name: FileName = flag("neuron.name", "miner")
     """Name of this neuron in its run folder, TensorBoard and W&B."""
-    # None by default, since it is made of two other settings: Config.run_folder.
+    # None by default, since Config.run_folder derives it from two other settings.
     run_folder: File | None = flag("neuron.run_folder", None, env="DT_RUN_FOLDER")
-    """Folder for checkpoints, uploads and logs, one for each neuron. By default
+    """Folder for checkpoints, uploads and logs; each neuron needs its own. By default
     ./runs/NAME-HOTKEY."""
     nproc_per_node: int | None = flag("nproc_per_node", None, ge=1, le=64)
     """Ranks to start. By default one for each visible GPU, or one without a GPU."""
@@ -259,15 +259,15 @@ class MinerSettings:
     stop_timeout: Patience = flag("neuron.stop_timeout", 60 * SECOND)
     """How long a stop may take before the ranks are killed. Let pm2 or systemd wait 25 s longer."""
     hang_timeout: Patience = flag("neuron.hang_timeout", 1200 * SECOND)
-    """After this long without progress the ranks write stacks.txt and restart from their
+    """After this time without progress, the ranks write stacks.txt and restart from their
     checkpoint."""
     global_tokenizer_name: str = rule("tokenizer.name", "bytes")
-    """tokenizer, by its Hugging Face name or as a folder"""
+    """tokenizer: its Hugging Face name or a folder"""
     master_ss58_address: Hotkey = rule("chain.master_hotkey", _NOBODY)
     """hotkey of the validator, which owns the global bucket and signs what it publishes"""
     checkpoint_steps: Count | Literal["auto"] = flag("neuron.checkpoint_steps", "auto")
-    """Inner steps between two checkpoints. 'auto' lets 25 pass, and ten minutes. Outer steps and
-    stops write one too."""
+    """Inner steps between two checkpoints. 'auto': at least 25, and ten minutes. Outer steps and
+    stops write a checkpoint too."""
     keep_checkpoints: int = 2
 
 
@@ -275,95 +275,95 @@ class MinerSettings:
 class StoreSettings:
     """Settings of the bucket and its uploads.
 
-    Keys come from the environment or ``.env`` only; they are made in the R2 dashboard, Manage API
-    tokens.
+    Keys come only from the environment or ``.env``. They are created in the R2 dashboard, Manage
+    API tokens.
     """
 
-    # Keys are of type Secret, which no command line may hold; the account's id is none.
+    # Keys have the type Secret, which is refused on a command line. The account's id is not secret.
     account_id: str | None = flag("r2.account_id", None, env="R2_ACCOUNT_ID")
     """Cloudflare account id of a bucket at R2, 32 hexadecimal digits."""
     read_access_key_id: Key = flag("r2.read_access_key_id", env="R2_READ_ACCESS_KEY_ID")
-    """Id of the key that may only read. It is published on the chain."""
+    """Id of the read-only key. It is published on the chain."""
     read_secret_access_key: Key = flag("r2.read_secret_access_key", env="R2_READ_SECRET_ACCESS_KEY")
-    """Secret of the reading key. It is published on the chain."""
+    """Secret of the read-only key. It is published on the chain."""
     write_access_key_id: Key = flag("r2.write_access_key_id", env="R2_WRITE_ACCESS_KEY_ID")
     """Id of the key that may write. It is never published."""
     write_secret_access_key: Key = flag(
         "r2.write_secret_access_key", env="R2_WRITE_SECRET_ACCESS_KEY"
     )
-    """Secret of the writing key. It is never published."""
+    """Secret of the key that may write. It is never published."""
     bucket_name: str | None = flag("r2.bucket_name", None, env="R2_BUCKET_NAME")
-    """Name of your own bucket, for scripts of your own. The miner's is NETWORK-UID, and it warns if
-    this is another one."""
+    """Name of your own bucket, for your own scripts. The miner uses the bucket NETWORK-UID, and
+    warns if this name differs."""
     endpoint_url: EndpointUrl | None = flag(
         "r2.endpoint_url", network="store.endpoint", env="R2_ENDPOINT_URL"
     )
-    """Object store in place of R2, such as https://s3.example.org or folder:///PLACE."""
+    """Object store to use instead of R2, such as https://s3.example.org or folder:///PLACE."""
     region: str = rule("store.region", "auto")
     """region for which requests are signed"""
     addressing: Literal["path", "virtual"] = rule("store.addressing", "path")
-    """where the bucket's name stands: after the store's host, or in it, before the rest"""
+    """where URLs have the bucket's name: in the path after the host, or at the start of the host"""
     access: Literal["registry", "own"] = rule("store.access", "registry")
-    """the registry hands out URLs of the global bucket, or each member has a bucket of its own,
-    whose read key it commits to the chain"""
+    """'registry': the registry hands out URLs to the global bucket; 'own': each member has its own
+    bucket, whose read key it commits to the chain"""
     hosts: Words[HostPort] = rule("store.hosts", ())
     """hosts, or HOST:PORT, that the registry may send members to, in
     addition to those of store.endpoint and store.public_url"""
     public_url: WebUrl | None = rule("store.public_url")
-    """URL where anybody reads the global bucket without the registry"""
+    """URL at which anybody can read the global bucket without the registry"""
     connect_timeout: timedelta = 10 * SECOND
-    read_timeout: timedelta = 60 * SECOND  # between two pieces of the store's answer
+    read_timeout: timedelta = 60 * SECOND  # time between two pieces of the store's answer
     global_model_name: GlobalBucket = rule("store.global_bucket", "global")
-    """bucket of the global model; a miner's own bucket is this name and its uid"""
+    """bucket of the global model; a miner's own bucket has this name followed by its uid"""
     upload_steps: Count = flag("neuron.upload_steps", 60)
-    """With a bucket of your own: inner steps between two progress uploads, which show that you
-    train. The uploads for closes do not follow from it."""
+    """With a bucket of your own: inner steps between two progress uploads, which show that you are
+    training. It does not affect the uploads for closes."""
     minimum_valid_inner_step: CountFrom0 = rule("round.minimum_valid_inner_step")
-    """first inner step of an outer step to upload; lowered, with a warning, if that is too late"""
+    """inner step of an outer step from which miners upload; lowered, with a warning, if too late"""
 
 
 @dataclass(frozen=True, config=SETTINGS)
 class SwarmSettings:
-    """The DHT peer of a network over hivemind: where it listens, and where others find it."""
+    """The DHT peer in a network over hivemind: where it listens, and where others find it."""
 
     dht_port: Port = flag("dht.port", 8009)
-    """Over hivemind: TCP port for peers, open to the internet. 0 takes a free one."""
+    """Over hivemind: TCP port for peers, open to the internet. 0 takes any free port."""
     dht_ip: Found[Ipv4Address] = flag("dht.ip", None)
-    """Over hivemind: IPv4 address at which peers reach this machine. By default public services
-    tell it."""
+    """Over hivemind: IPv4 address at which peers reach this machine. By default it is found with
+    the help of public services."""
     dht_external_port: OuterPort | None = flag("dht.external_port", None)
-    """Over hivemind: port at which peers reach --dht.port if a router maps another one to it."""
+    """Over hivemind: port at which peers reach --dht.port, if a router maps another port to it."""
     run_id: str = rule("run_id", "local")
-    """names the run in signed files and among DHT peers; it follows from the file"""
+    """names the run in signed files and among DHT peers; derived from the network's file"""
 
     @property
     def dht_listen_ip(self) -> str:
-        """The address on which the DHT peer listens: all, unless it is for this machine only."""
+        """The address on which the DHT peer listens: all addresses, unless ``dht_ip`` is local."""
         return "127.0.0.1" if (self.dht_ip or "").startswith("127.") else "0.0.0.0"
 
 
 @dataclass(frozen=True, config=SETTINGS)
 class TelemetrySettings:
-    """Settings of logs, metrics and events, and of their places."""
+    """Settings of logs, metrics and events."""
 
     debug: bool = flag("logging.debug", False)
-    """Log debug lines, those of hivemind, bittensor and boto3 too. They hold no secrets."""
+    """Log debug lines, including those of hivemind, bittensor and boto3. They hold no secrets."""
     page_port: Port | Literal["off"] = flag("neuron.page_port", 8010)
-    """Port of this neuron's dashboard. 0 takes a free one. A validator's default is 8011."""
+    """Port of this neuron's dashboard. 0 takes any free port. A validator's default is 8011."""
     page_host: Text = flag("neuron.page_host", "127.0.0.1")
-    """Address of the dashboard. Any other than this machine's own needs DT_PAGE_TOKEN."""
+    """Address of the dashboard. Any address but loopback needs DT_PAGE_TOKEN."""
     page_token: Secret | None = flag("neuron.page_token", None, env="DT_PAGE_TOKEN")
     """Token of at least 16 characters that the dashboard asks for."""
     notify_url: Webhook | None = flag("notify.url", None, env="DT_NOTIFY_URL")
-    """URL of apprise (appriseit.com), of ntfy, Slack, Discord, Telegram or another service, for
-    alerts."""
+    """URL for alerts, in the form of apprise (appriseit.com): ntfy, Slack, Discord, Telegram or
+    another service."""
     tensorboard_dir: File | None = flag("neuron.tensorboard_dir", None)
-    """Folder in which each step's figures are written for TensorBoard."""
+    """Folder to which each step's figures are written for TensorBoard."""
     wandb: Literal["off", "online", "offline"] = flag("neuron.wandb", "off")
-    """Send each step's figures to Weights & Biases, by its own WANDB_PROJECT and WANDB_ENTITY.
+    """Send each step's figures to Weights & Biases, which reads WANDB_PROJECT and WANDB_ENTITY.
     'offline' keeps them for wandb sync."""
     wandb_api_key: Secret | None = flag("neuron.wandb_api_key", None, env="WANDB_API_KEY")
-    """Key of W&B. By default the one of wandb login."""
+    """W&B API key. By default the key of wandb login."""
 
 
 MicroBatch = Annotated[int, Field(ge=1, le=65536)]
@@ -376,61 +376,61 @@ class TrainingSettings:
     local_batch_size_train: MicroBatch | Literal["auto"] = flag(
         "neuron.local_batch_size_train", "auto"
     )
-    """Sequences of a micro-batch on each rank. 'auto' measures which size is the fastest, and takes
-    half where memory runs out."""
+    """Sequences in each rank's micro-batch. 'auto' measures which size is the fastest, and takes
+    half if memory runs out."""
     local_batch_size_train_effective: Count = rule("training.effective_batch")
-    """sequences of an inner step over all ranks, rounded up to whole micro-batches"""
+    """sequences in an inner step over all ranks, rounded up to whole micro-batches"""
     sequence_length: int = rule("training.sequence_length", ge=2, le=1_000_000)
-    """tokens per sequence, as the validators evaluate"""
+    """tokens per sequence, in training and in the validator's evaluation"""
     learning_rate: float = rule("training.learning_rate", ge=0, le=10)
     """highest learning rate of AdamW, reached after the warm-up"""
     warmup_steps: int = rule("training.warmup_steps", ge=0, le=10**9)
-    """inner steps of linear warm-up of the learning rate"""
+    """inner steps of the learning rate's linear warm-up"""
     total_steps: int = rule("training.total_steps", ge=1, le=10**9)
-    """inner steps in total at which the cosine schedule of the learning rate ends; where the cosine
-    falls below a tenth of the highest rate, the rate stays at a tenth"""
+    """total inner steps at which the learning rate's cosine schedule ends; when the cosine falls
+    below a tenth of the highest rate, the rate stays at a tenth"""
     schedule: Literal["cosine", "constant"] = rule("training.schedule", "cosine")
-    """the learning rate after the warm-up: a cosine, or the highest until the decay begins"""
+    """the learning rate after the warm-up: a cosine, or the highest rate until the decay begins"""
     decay_from: int | None = rule("training.decay_from", ge=0, le=10**9)
-    """inner steps of the network after which the constant learning rate decays to zero"""
+    """the network's inner step after which a constant learning rate decays to zero"""
     decay_steps: int | None = rule("training.decay_steps", ge=1, le=10**9)
     """inner steps that the decay takes"""
     optimizer: str = rule("training.optimizer", "adamw")
-    """the inner optimizer: 'adamw', 'muon' (of matrices of decoder layers; AdamW for the rest), or
-    the name that a plug-in registers"""
+    """the inner optimizer: 'adamw', 'muon' (for matrices in decoder layers; AdamW for the rest), or
+    a name that a plug-in registers"""
     weight_decay: float = rule("training.weight_decay", ge=0, le=10)
     """weight decay of AdamW"""
     weight_decay_on: Literal["all", "matrices"] = rule("training.weight_decay_on", "all")
-    """'matrices': no weight decay of embeddings and of parameters of one dimension"""
+    """'matrices': no weight decay for embeddings and one-dimensional parameters"""
     adam_beta1: float = rule("training.adam_beta1", ge=0, le=0.9999)
-    """first moment decay of AdamW"""
+    """AdamW's decay rate for the first moment"""
     adam_beta2: float = rule("training.adam_beta2", ge=0, le=0.9999)
-    """second moment decay of AdamW"""
+    """AdamW's decay rate for the second moment"""
     gradient_clip: float = rule("training.gradient_clip", ge=0, le=1e9)
-    """largest norm of the gradient of an inner step; 0 is off"""
+    """largest norm of an inner step's gradient; 0 turns clipping off"""
     outer_learning_rate: float = rule("training.outer_learning_rate", ge=0, le=10)
     """learning rate of the outer step"""
     outer_momentum: float = rule("training.outer_momentum", ge=0, le=1)
     """Nesterov momentum of the outer step; all peers must agree"""
     late_overlap: Literal["kept", "dropped"] = rule("training.late_overlap", "kept")
-    """the part, along the update, of what a miner trained while the update
-    was on its way"""
+    """what happens to training done while the update was on its way: the part of it along the
+    update's direction is kept or dropped"""
     outer_rule: str = rule("training.outer_rule", "nesterov")
-    """the outer rule, by the name that it is registered with"""
-    # Precision of the computation; weights are float32.
+    """registered name of the outer rule"""
+    # Precision of the computation. The weights are float32.
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     activation_checkpointing: Literal["auto", "none", "budget", "selective", "full"] = flag(
         "neuron.activation_checkpointing", "auto"
     )
-    """Recompute activations to save memory, up to a third slower: 'budget' half of each layer,
-    'selective' every second layer, 'full' all. 'auto' does as little as fits."""
+    """Recompute activations to save memory, at most a third slower: 'budget' half of each layer,
+    'selective' every second layer, 'full' all. 'auto' recomputes as little as memory allows."""
     compile: Literal["auto", "on", "off"] = "auto"  # decoder layers; auto: on a GPU
-    # When ranks reduce their gradients: at the last micro-batch of a step (fastest; holds the whole
-    # gradient on each GPU) or at every one. auto: by memory, as the next one.
+    # When ranks reduce their gradients: at the last micro-batch of a step (fastest, but keeps the
+    # whole gradient on each GPU) or at every micro-batch. auto: depends on memory.
     gradient_sync: Literal["auto", "last", "every"] = "auto"
-    keep_unsharded: Literal["auto", "on", "off"] = "auto"  # the gathered weights, through a step
+    keep_unsharded: Literal["auto", "on", "off"] = "auto"  # keep gathered weights for a whole step
     wrap: Literal["auto", "block", "root"] = "auto"  # what FSDP gathers at once; auto: by size
-    # The optimizer's state in host memory; auto: if the GPU cannot hold it.
+    # Keep the optimizer's state in host memory. auto: if it does not fit on the GPU.
     offload_optimizer: Literal["auto", "on", "off"] = "auto"
     seed: int = 42  # seed of random initial weights
     profile_steps: int = flag("profile.steps", 0, ge=0, le=10_000)
@@ -441,26 +441,26 @@ class TrainingSettings:
 class ValidatorSettings:
     """Settings of the validator's global state and its exports."""
 
-    tick: timedelta = SECOND  # between two looks at the clock
+    tick: timedelta = SECOND  # time between two checks of the clock
 
-    # the initial weights, only when the global bucket is empty
+    # the initial weights, used only if the global bucket is empty
     model: File | None = flag("validator.model", None)
-    """Folder of a transformers model whose weights are published as outer step 0 into an empty
-    bucket. By default they are random."""
+    """Folder of a transformers model whose weights are published as outer step 0 to an empty
+    bucket. By default the weights are random."""
 
     take_over: bool = flag("take_over", False)
-    """Lead the network at once, although another validator may: that one stops."""
+    """Lead the network at once, even if another validator leads it. That validator then stops."""
 
-    # the founder's look at the model
+    # exports, with which the founder examines the model
     export_every: CountFrom0 = flag("validator.export_every", 0)
-    """Outer steps between two exports into exports/ of the run folder. 0 exports none."""
+    """Outer steps between two exports to exports/ in the run folder. 0 turns exports off."""
     keep_exports: int = 3  # the newest
     export_command: Text = flag("validator.export_command", "")
-    """Command to run with each export's folder and outer step. Its last line, numbers, is
-    recorded."""
+    """Command to run with each export's folder and outer step. The numbers in the last line of its
+    output are recorded."""
 
     held_out_sequences: int = 32  # sequences on which each outer step is judged
-    seed: int = 0  # seed of the random pages; 0 takes one from the system
+    seed: int = 0  # for drawing random pages; 0 takes a seed from the system
 
 
 @dataclasses.dataclass(frozen=True)
@@ -480,7 +480,7 @@ class AllSettings:
 
     @property
     def run_folder(self) -> Path:
-        """The folder for what must not be lost; the default names wallet and neuron."""
+        """The folder for data that must not be lost; its default name has the neuron and hotkey."""
         return (
             self.miner.run_folder or Path("runs") / f"{self.miner.name}-{self.chain.wallet_hotkey}"
         )

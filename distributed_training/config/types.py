@@ -1,17 +1,17 @@
 """Declare a setting once: its flag, type, default, range and help.
 
-Each package has one frozen pydantic dataclass in ``settings.py``. A field of it reads
+Each package has one frozen pydantic dataclass in ``settings.py``. A field in it looks like this:
 
     upload_steps: int = flag("neuron.upload_steps", 60, ge=1, le=100_000)
     "inner steps between two uploads, at least"
 
-and this is all there is to write: the command line, ``--help``, the page of flags, the environment
-variable, the conversion from text and the check of type and range follow from it. pydantic applies
-type and range whenever a settings object is made, so a test or a script cannot step around them.
+Nothing else has to be written: the command line, ``--help``, the page of flags, the environment
+variable, the conversion from text and the checks of type and range follow from it. pydantic checks
+type and range whenever a settings object is created, so tests and scripts cannot bypass the checks.
 
-A type's validator raises ValueError with what was wanted ("an IP address"); the loader adds flag
-and place. Hotkeys are checked by their own checksums, without the library that uses them: a typing
-error there would otherwise show as a network whose files nobody has signed.
+A type's validator raises ValueError with a description of what it accepts ("an IP address"); the
+loader adds the flag and its place. Hotkeys are checked by their checksums, without the library that
+uses them. Otherwise a typing error would look like a network whose files nobody has signed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ConfigError(ValueError):
 
 
 class ConfigAway(ConfigError):
-    """A place that the settings name is away and may come back: exit status 1."""
+    """A place that the settings name cannot be reached, but may come back: exit status 1."""
 
     status = ExitStatus.FAULT
 
@@ -51,7 +51,7 @@ class NoNetworkNamed(ConfigError):
 
 
 def choose_kind(kinds: Kinds[Made], name: str, *, key: str) -> Made:
-    """Return the kind that ``key``, of the network's file or a flag, names. Raises ConfigError."""
+    """Return the kind that ``key`` (in the network's file, or a flag) names. Raises ConfigError."""
     try:
         return kinds[name]
     except UnknownKindError as error:
@@ -59,8 +59,8 @@ def choose_kind(kinds: Kinds[Made], name: str, *, key: str) -> Made:
 
 
 def no_such_kind(error: UnknownKindError, *, key: str, done: str = "started") -> ConfigError:
-    """Return the line for a kind that nobody registered. ``done``: what was not done for it."""
-    return ConfigError(f"{key}: {error}, so nothing was {done}: give one of these")
+    """Return the error for a kind that is not registered. ``done``: what was therefore not done."""
+    return ConfigError(f"{key}: {error}, so nothing was {done}: choose one of these")
 
 
 #: The ``config=`` of every settings class. The string below a field is its help text.
@@ -89,17 +89,17 @@ def flag(
     """Declare a field as a setting that the flag ``--name`` gives (``neuron.upload_steps``).
 
     ``ge`` and ``le`` are the smallest and largest value; every number, duration and size has both,
-    here or in its type. ``env`` names an environment variable that may give the value as well. A
-    field of type ``Secret`` comes from ``env`` only. ``network``: the key under which a network's
-    file gives the value if the operator does not.
+    here or in its type. ``env`` names an environment variable that may also give the value. A field
+    of type ``Secret`` comes from ``env`` only. ``network``: the key under which a network's file
+    gives the value if the operator does not.
     """
     return _declare(name, default, ge=ge, le=le, env=env, network=network)
 
 
 def rule(key: str, default: Any = None, *, ge: Any = None, le: Any = None) -> Any:
-    """Declare a field that a network's file gives under ``key``, and no flag.
+    """Declare a field that only a network's file sets, under ``key``; it has no flag.
 
-    ``ge`` and ``le`` are those of :func:`flag`. The default is that of :data:`USUAL`, or else
+    ``ge`` and ``le`` are as in :func:`flag`. The default is the value in :data:`USUAL`, or else
     ``default``.
     """
     return _declare(key, default, ge=ge, le=le, network=key, is_rule=True)
@@ -111,7 +111,7 @@ def _declare(name: str, default: Any, *, ge: Any, le: Any, network: str, **more:
 
 
 def is_ss58(text: str) -> bool:
-    """Return whether ``text`` is an account of Substrate's format 42, its checksum included.
+    """Return whether ``text`` is an account in Substrate's format 42 with a valid checksum.
 
     The format: https://github.com/paritytech/ss58-registry
     """
@@ -126,10 +126,10 @@ def is_ss58(text: str) -> bool:
 
 T = TypeVar("T")
 
-#: Names that the chain's client knows; with another one its thread would end at once.
+#: Names that the chain's client knows; with any other name its thread would end at once.
 SUBTENSORS = frozenset({"finney", "test", "archive", "devnet", "local"})
 _SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-# Match up to the last @, since a password may hold one.
+# Match up to the last @, since a password may contain one.
 _USER = re.compile(r"(?<=://).*@")
 
 
@@ -152,10 +152,10 @@ def _from_text(parse: Any) -> BeforeValidator:
 
 
 def _bare(text: str) -> str:
-    """Return a secret without blanks and curly quotes that were copied with it."""
+    """Return a secret without surrounding blanks. Raises ValueError for copied curly quotes."""
     text = text.strip()
     if not text.isascii():
-        raise ValueError("of ASCII characters only: take out curly quotes and the like")
+        raise ValueError("of ASCII characters only: remove curly quotes and the like")
     return text
 
 
@@ -165,13 +165,13 @@ def _webhook(secret: SecretStr) -> SecretStr:
 
 
 def _split(text: str) -> tuple[str, ...]:
-    # A flag of several words takes at least one, so "none" stands for an empty list.
+    # A flag of several words needs at least one, so "none" stands for an empty list.
     words = text.replace(",", " ").split()
     return () if text.strip().lower() == "none" else tuple(words)
 
 
 def _holds(wanted: str, condition: Any) -> AfterValidator:
-    """Return a validator that asks for ``wanted`` unless ``condition(value)``."""
+    """Return a validator that raises ValueError(``wanted``) unless ``condition(value)``."""
 
     def check(value: str) -> str:
         if not condition(value):
@@ -189,7 +189,7 @@ def _expand(path: Path) -> Path:
 
 
 def is_ip(text: str, *, versions: tuple[int, ...] = (4, 6)) -> bool:
-    """Return whether ``text`` is an IP address, one of version 6 also in brackets."""
+    """Return whether ``text`` is an IP address; a version 6 address may be in brackets."""
     try:
         return ipaddress.ip_address(text.strip("[]")).version in versions
     except ValueError:
@@ -200,7 +200,7 @@ def _is_url(*schemes: str, user: bool = False) -> Any:
     def condition(text: str) -> bool:
         try:
             url = urlsplit(text)
-            host, _ = url.hostname, url.port  # .port raises ValueError if it is none
+            host, _ = url.hostname, url.port  # .port raises ValueError if it is not a port
         except ValueError:
             return False
         return url.scheme in schemes and bool(host) and (user or "@" not in url.netloc)
@@ -215,7 +215,7 @@ _is_bucket = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]").fullmatch
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 CountFrom0 = Annotated[int, Field(ge=0, le=1_000_000)]
 Port = Annotated[int, Field(ge=0, le=65535)]  # a port of this machine; 0 stands for a free one
-OuterPort = Annotated[int, Field(ge=1, le=65535)]  # what a router makes of it
+OuterPort = Annotated[int, Field(ge=1, le=65535)]  # the router's port for it
 Duration = Annotated[timedelta, _from_text(parse_duration)]
 Patience = Annotated[Duration, Field(ge=SECOND, le=DAY)]
 File = Annotated[Path, AfterValidator(_expand)]  # or a folder; ~ is the home folder
@@ -239,7 +239,7 @@ FileName = Annotated[
         lambda text: (
             "/" not in text
             and text.strip() not in ("", ".", "..")
-            # File systems allow 255 bytes, and endings such as .rank0.log.3 are added.
+            # File systems allow 255 bytes, and suffixes such as .rank0.log.3 are added.
             and len(text.encode()) <= 200
         ),
     ),
@@ -247,26 +247,26 @@ FileName = Annotated[
 Bucket = Annotated[
     str,
     _holds(
-        "3 to 63 lower-case letters, digits and '-', as buckets are named, or BUCKET/PREFIX",
+        "a bucket's name (3 to 63 lower-case letters, digits and '-'), or BUCKET/PREFIX",
         lambda text: text.count("/") < 2 and all(map(_is_bucket, text.split("/"))),
     ),
 ]
-GlobalBucket = Annotated[  # a miner's own is this and four characters more
+GlobalBucket = Annotated[  # a miner's own bucket has four characters more
     Bucket,
     _holds(
         "a bucket's name, or BUCKET/PREFIX, of at most 59 characters",
         lambda text: len(text.rpartition("/")[2]) <= 59,
     ),
 ]
-NetworkName = Annotated[  # name of the network, and of its bucket unless another is named
+NetworkName = Annotated[  # the network's name, and its bucket's name by default
     str,
     _holds(
-        "3 to 59 lower-case letters, digits and '-', neither first nor last",
+        "3 to 59 lower-case letters, digits and '-', with no '-' first or last",
         lambda text: len(text) <= 59 and _is_bucket(text),
     ),
 ]
 Hotkey = Annotated[
-    str, _holds("a hotkey: an ss58 address whose checksum is right (47 or 48 characters)", is_ss58)
+    str, _holds("a hotkey: an ss58 address with a valid checksum (47 or 48 characters)", is_ss58)
 ]
 
 
@@ -274,8 +274,8 @@ Hotkey = Annotated[
 class Domain:
     """One of the texts that outer steps are judged on.
 
-    ``name`` names each loss on it. ``place``: pages, python, a path or an https URL, with
-    the SHA-256 ``digest`` of a file. ``weight``: the weight of its loss in the judged mean.
+    ``name``: the label of each loss on it. ``place``: pages, python, or a file's path or https URL,
+    with the file's SHA-256 in ``digest``. ``weight``: the weight of its loss in the judged mean.
     """
 
     name: str
@@ -284,8 +284,8 @@ class Domain:
     weight: float = 1.0
 
 
-#: A file is NAME= or NAME*WEIGHT=, its place and its digest. A place has no "#", so that in a line
-#: of several files the digest ends each. Logs, pages and metrics show the name.
+#: A file is written as NAME= or NAME*WEIGHT=, its place and its digest. A place has no "#", so that
+#: in a line of several files each ends with its digest. Logs, pages and metrics show the name.
 DOMAIN_NAME = (
     r"(?:(?P<name>[a-z0-9][a-z0-9-]{0,31})(?:\*(?P<weight>[0-9]{1,6}(?:\.[0-9]{1,6})?))?=)?"
 )
@@ -310,7 +310,7 @@ def parse_domains(text: str) -> tuple[Domain, ...]:
     if len(found) > 1 and not len({name for _, name in found} - {None}) == len(found):
         raise ValueError("held-out text: each of several files needs a name of its own, NAME=FILE")
     if not all(domain.weight for domain, _ in found):
-        raise ValueError("held-out text: a domain of weight 0 judges nothing")
+        raise ValueError("held-out text: a domain with weight 0 has no effect")
     return tuple(domain for domain, _ in found)
 
 
@@ -325,11 +325,11 @@ IpAddress = Annotated[str, _holds("an IP address such as 203.0.113.7", is_ip)]
 Ipv4Address = Annotated[
     str,
     _holds(
-        "an IP address of version 4 such as 203.0.113.7",
+        "an IPv4 address such as 203.0.113.7",
         lambda text: "[" not in text and is_ip(text, versions=(4,)),
     ),
 ]
-# An address that the program finds if none is given, which older settings call "auto".
+# An address that the program finds itself if none is given (in older settings: "auto").
 Found = Annotated[
     T | None, BeforeValidator(lambda value: None if str(value).lower() == "auto" else value)
 ]
@@ -355,21 +355,22 @@ WebUrl = Annotated[
 
 def _check_endpoint(text: str) -> str:
     if re.fullmatch(r"(?!https?:)[a-z][a-z0-9]*://\S*", text):
-        return text  # that kind of store checks it
+        return text  # that kind of store checks the rest
     if not _is_url("http", "https")(text):
         raise ValueError("an http:// or https:// URL without user and password, or folder:///PLACE")
     parts = urlsplit(text)
     host, rest = parts.hostname or "", re.sub(r"^[^:]*://[^/?#]*", "", text)
-    # Some stores are below a path. One that a bucket could be called is what R2's dashboard shows.
+    # Some stores are below a path. But if the path could be a bucket's name, it was copied from a
+    # URL with the bucket, such as R2's dashboard shows.
     path = rest.strip("/")
     is_r2 = host.endswith(".r2.cloudflarestorage.com")
     if path and (is_r2 or "//" in rest or rest != parts.path or _is_bucket(path)):
         raise ValueError(
-            f"only the endpoint: leave out {rest!r:.100}, the bucket's name is added here"
+            f"only the endpoint: leave out {rest!r:.100}, the bucket's name is added later"
         )
     if host.endswith(".r2.dev"):
         raise ValueError(
-            "an S3 endpoint but where browsers read a bucket: give "
+            "an S3 endpoint but the place where browsers read a bucket: give "
             "https://<account id>.r2.cloudflarestorage.com"
         )
     return text
@@ -379,7 +380,7 @@ EndpointUrl = Annotated[str, AfterValidator(_check_endpoint)]
 
 
 def show(value: Any) -> str:
-    """Return a value as an operator would write it; secrets and the user part of a URL masked."""
+    """Return a value as an operator would write it. Mask secrets and the user part of a URL."""
     if isinstance(value, SecretStr):
         return "********" if value.get_secret_value() else "(empty)"
     if value is None:
@@ -398,5 +399,5 @@ def show(value: Any) -> str:
 
 
 def hide_user(text: str) -> str:
-    """Return ``text`` without the user and password that a URL in it may hold."""
+    """Return ``text`` without the user and password that a URL in it may contain."""
     return _USER.sub("********@", text)

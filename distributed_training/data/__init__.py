@@ -1,1 +1,1 @@
-"""Rows -> tokens -> batches: the pages that are assigned to a member, always ready."""
+"""Rows -> tokens -> batches: keeps the pages that are assigned to a member ready for training."""

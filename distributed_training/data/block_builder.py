@@ -1,10 +1,11 @@
-"""Build the tokens of blocks in data workers: open the source, fetch pages, tokenize, cut.
+"""Prepare blocks in data workers: open the source, fetch pages, tokenize them, cut sequences.
 
-``python -m distributed_training.data.block_builder FD`` is a worker. Over a socket pair its rank
-sends a picklable :class:`WorkerSpec` and then block numbers, and the answers are
-:class:`Prepared`. A worker is a plain program, because ``multiprocessing``'s spawn would import the
-rank's program and torch with it, and because a worker must end whenever its rank ends: it does so
-when the socket closes. Nothing here imports torch, so a worker starts in a fraction of a second.
+``python -m distributed_training.data.block_builder FD`` runs a worker. Over a socket pair, its rank
+sends it a picklable :class:`WorkerSpec` and then block numbers; the worker answers each with a
+:class:`Prepared` or a :class:`Failure`. A worker is a plain program for two reasons. The spawn
+method of ``multiprocessing`` would import the rank's program, and torch with it. And a worker must
+exit whenever its rank exits: it does so when the socket closes. Nothing here imports torch, so a
+worker starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -34,18 +35,19 @@ from .tokenizer import text_tokenizer, tokenizer_hash
 
 log = logging.getLogger(__name__)
 
-#: Number of the form of prepared blocks, so that an older version of the program, to which an
-#: operator may go back, does not take these blocks for its own.
+#: Format version of prepared blocks. If an operator goes back to an older version of the program,
+#: that version must not mistake these blocks for its own.
 _FORMAT = 4
-_NICENESS = 5  # added, so that training goes first
+_NICENESS = 5  # added to the worker's nice value, so that training has priority
 _PAGES_AT_ONCE = 4  # pages of a block that are fetched at once
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Everything that a worker needs; picklable. ``folder`` holds prepared blocks and the cache.
+    """Everything that a worker needs, in a picklable form.
 
-    ``vocabulary``: size of the model's. Rows with ids beyond it are left out, unless it is None.
+    ``folder`` holds prepared blocks and the page cache. ``vocabulary`` is the size of the model's
+    vocabulary: rows with token ids beyond it are left out, unless it is None.
     """
 
     settings: DataSettings
@@ -61,10 +63,10 @@ class WorkerSpec:
 
     @property
     def blocks(self) -> Path:
-        """The folder of this rank's prepared blocks. Its name depends on all that changes them."""
+        """The folder of this rank's prepared blocks. Its name depends on all that affects them."""
         settings = self.settings
-        # List everything that changes a token, or a restart would train on blocks of the earlier
-        # settings.
+        # List everything that affects the tokens; otherwise a restart with other settings would
+        # train on blocks prepared with the earlier ones.
         facts = [
             _FORMAT, settings.spec.text, settings.dataset, settings.text_column,
             settings.pages_per_block, settings.rows_per_page, settings.max_length,
@@ -74,7 +76,7 @@ class WorkerSpec:
             repr(self.draw_pages),
             *settings.own_text,
         ]  # fmt: skip
-        # The name is short, since it becomes a part of paths.
+        # Keep the name short, since it becomes part of paths.
         name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         return self.folder / "blocks" / f"rank{self.rank}-{name}"
 
@@ -84,23 +86,23 @@ class WorkerSpec:
 
 
 class TokenSource(Protocol):
-    """A source that yields the tokens of a block's pages.
+    """A source that returns the tokens of a block's pages.
 
-    For a member's own text ``block`` is the place in it at which the block begins.
+    For a member's own text, ``block`` is the position in the text at which the block begins.
     """
 
     def block(self, block: int, pages: int) -> SourceTokens: ...
 
 
 class RowsTokens:
-    """Pages of rows as the page selection assigns them, tokenized in page order."""
+    """Tokens of the pages of rows that the page selection assigns, in page order."""
 
     def __init__(self, spec: WorkerSpec, source: PageSource, counts: Counts) -> None:
         self._spec = spec
         self._source = source
         self._tokenizer = text_tokenizer(spec.tokenizer_path, spec.eos_id)
         self._counts = counts
-        # Threads are enough, because they only wait for the network or a disk.
+        # Threads are enough here, because they only wait for the network or a disk.
         self._pool = ThreadPoolExecutor(_PAGES_AT_ONCE, "pages")
 
     def block(self, block: int, pages: int) -> SourceTokens:
@@ -114,13 +116,13 @@ class RowsTokens:
                 count=pages,
                 num_rows=self._source.num_rows(),
             )
-        # The page selection raises ValueError if it finds no config, or only one that is too small.
+        # The page selection raises ValueError if there is no config, or none is large enough.
         except (PageUnavailable, ValueError) as error:
             self._counts.add("pages_missing", pages)
             return SourceTokens(empty, [str(error)])
         pieces: list[np.ndarray[Any, Any]] = []
         missing: list[str] = []
-        # Keep the order of the pages, not that in which they arrive.
+        # Keep the pages in the order of the selection, not in the order of their arrival.
         for page, fetched in zip(chosen, self._pool.map(self._fetch, chosen), strict=True):
             if isinstance(fetched, PageUnavailable):
                 self._counts.add("pages_missing")
@@ -149,7 +151,7 @@ class RowsTokens:
 
 
 def open_tokens(spec: WorkerSpec, counts: Counts) -> TokenSource:
-    """Open the tokens of ``--data.source``. Raises ConfigError."""
+    """Open the token source that ``--data.source`` names. Raises ConfigError."""
     source = spec.settings.spec
     if (opened := kind_of(source).tokens) is not None:
         tokens: TokenSource = opened(spec, source, counts)
@@ -167,7 +169,7 @@ class Prepared:
     seconds: float
     missing: tuple[str, ...]
     counts: dict[str, int]
-    kept: bool = False  # the block was there already, from before a restart
+    kept: bool = False  # True if the block already existed, from before a restart
 
 
 @dataclass(frozen=True)
@@ -179,9 +181,9 @@ class Failure:
 
 
 class BlockMaker:
-    """Prepares blocks of one rank: the tokens of its pages, cut into sequences, in a file.
+    """Prepares one rank's blocks: files with the tokens of its pages, cut into sequences.
 
-    Raises ConfigError for a folder that is none.
+    Raises ConfigError if the source's folder does not exist.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -193,7 +195,10 @@ class BlockMaker:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def prepare(self, block: int, place: int | None = None) -> Prepared:
-        """Prepare a block, of own text from ``place`` on. Raises OSError, PageUnavailable."""
+        """Prepare a block; a block of own text begins at ``place``.
+
+        Raises OSError, PageUnavailable.
+        """
         started = time.monotonic()
         path = self._folder / f"{block}{SUFFIX}"
         kept = self._find_prepared(block, path, place)
@@ -206,7 +211,7 @@ class BlockMaker:
         count = len(had.tokens) // length
         self._counts.add("blocks")
         self._counts.add("tokens", count * length)
-        if count:  # a block without tokens is asked for again, not kept
+        if count:  # do not keep a block without tokens, since it is requested again
             write_shard(
                 path,
                 had.tokens[: count * length].reshape(count, length),
@@ -214,7 +219,7 @@ class BlockMaker:
                 eos_id=self._spec.eos_id,
                 vocabulary=self._tokenizer.vocabulary,
                 extra={} if place is None else {"place": place},
-                durable=False,  # the file carries its checksum and can be made again
+                durable=False,  # the file contains its checksum and can be made again
             )
         return Prepared(
             block=block,
@@ -226,18 +231,18 @@ class BlockMaker:
         )
 
     def _find_prepared(self, block: int, path: Path, place: int | None) -> Prepared | None:
-        """Return the block prepared before a restart, so that positions in it still hold."""
+        """Return the block if it was prepared before a restart, so that positions stay valid."""
         try:
             header, _ = open_shard(path)
         except FileNotFoundError:
             return None
         except (OSError, ShardError) as error:
-            log.warning("A kept block is damaged and is prepared again: %s", error)
+            log.warning("A prepared block is damaged, so it is prepared again: %s", error)
             return None
-        # Another place: it was made after the checkpoint to which training has gone back.
+        # If the place differs, the block was made after the checkpoint that training resumed from.
         if header.extra.get("place") != place:
             return None
-        # The pipeline deletes files by age, and this one is in use again.
+        # Refresh the file's time: the pipeline deletes the oldest files, and this one is in use.
         os.utime(path)
         return Prepared(block, path, header.sequences, 0.0, (), {}, kept=True)
 
@@ -253,16 +258,16 @@ def _run(parent: ParentConnection) -> None:
 
     def prepare(block: int, place: int | None) -> Prepared:
         nonlocal maker
-        maker = maker or BlockMaker(spec)  # each block tries again what has failed before
+        maker = maker or BlockMaker(spec)  # if this failed, the next block tries it again
         return maker.prepare(block, place)
 
     def send(block: int, prepared: Future[Prepared]) -> None:
-        error = prepared.exception()  # no error of a block may end the worker
+        error = prepared.exception()  # an error in one block must not end the worker
         failed = f"{type(error).__name__}: {error}"
         parent.send(prepared.result() if error is None else Failure(block, failed))
 
-    # One thread prepares, since the tokenizer is not made for several. The main thread receives
-    # meanwhile, so the worker ends at once when the socket closes.
+    # One thread prepares blocks, since the tokenizer is not thread-safe. Meanwhile the main thread
+    # receives, so the worker exits at once when the socket closes.
     pool = ThreadPoolExecutor(1)
     while True:
         block, place = parent.receive()
@@ -274,12 +279,12 @@ def main() -> None:
     write_stacks_on_signal()
     with contextlib.suppress(EOFError, OSError):  # the rank has ended
         _run(ParentConnection())
-    os._exit(0)  # end without waiting for requests under way
+    os._exit(0)  # exit without waiting for requests in progress
 
 
 if __name__ == "__main__":
-    # Import the module by its own name, since what is sent to the rank is pickled with the name of
-    # its module.
+    # Import the module under its real name rather than __main__, since objects sent to the rank are
+    # pickled with their module's name.
     from distributed_training.data import block_builder
 
     block_builder.main()

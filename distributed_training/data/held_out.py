@@ -1,8 +1,9 @@
-"""Read the text on which nobody trains and the global model is judged (``data.held_out``).
+"""Read the held-out text, on which the global model is judged and no member trains.
 
-It consists of pages of the network's data that nobody draws, or of files that the founder has
-chosen and pinned by their SHA-256. Without either it is the Python library of the validator's
-machine. Several files are *domains*, and the judged loss is the weighted mean of their losses.
+``data.held_out`` names it: pages of the network's data that no member draws, or files that the
+founder has chosen and pinned by their SHA-256. With neither, it is the Python standard library of
+the validator's machine. Several files are *domains*; the loss that counts is the weighted mean of
+their losses.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ if TYPE_CHECKING:
     import torch
 
 LARGEST_FILE = 64 * 2**20  # bytes
-_SECONDS = 300.0  # seconds to fetch a file
-_WHOLE = 10**9  # more tokens than any row has, so that none is cut
+_SECONDS = 300.0  # time limit for fetching a file
+_WHOLE = 10**9  # more tokens than any row has, so that no row is cut
 
 
 def held_out_batches(
     config: Config, tokenizer_path: Path, eos_id: int, *, sequences: int
 ) -> dict[str, torch.Tensor]:
-    """Return ``sequences`` of each domain by its name, or all of a smaller one.
+    """Return ``sequences`` sequences of each domain by its name, or all that a small domain has.
 
-    They are int64 (n, sequence_length). Raises ConfigError for a file that is not the pinned one,
-    or a text of less than one sequence; PageUnavailable for one that cannot be had now.
+    Each value is int64 (n, sequence_length). Raises ConfigError for a file that is not the pinned
+    one, or a text shorter than one sequence; PageUnavailable if a text cannot be read now.
     """
-    import torch  # imported here, since dt-network reads a file without torch
+    import torch  # imported here, since dt-network reads such files without torch
 
     length, found = config.training.sequence_length, {}
     for name, tokens in domain_tokens(config, tokenizer_path, eos_id).items():
@@ -58,9 +59,9 @@ def held_out_batches(
 def domain_tokens(
     config: Config, tokenizer_path: Path, eos_id: int
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Return all tokens of each domain by its name, at least one sequence: int32 (tokens,).
+    """Return all tokens of each domain by its name: int32 (tokens,), at least one sequence.
 
-    Raises as :func:`held_out_batches`.
+    Raises the same errors as :func:`held_out_batches`.
     """
     tokenizer = TextTokenizer(tokenizer_path, eos_id=eos_id)
     found, length = {}, config.training.sequence_length
@@ -69,20 +70,20 @@ def domain_tokens(
         found[domain.name] = tokens = tokenizer.encode_rows(rows, max_length=longest)
         if len(tokens) < length:
             raise ConfigError(
-                f"the held-out text ({domain.name}) has {len(tokens)} tokens and a sequence "
-                f"{length}, so no outer step could be judged: see data.held_out of the network's "
+                f"the held-out text ({domain.name}) has {len(tokens)} tokens, and a sequence has "
+                f"{length}, so no outer step could be judged: see data.held_out in the network's "
                 "file"
             )
     return found
 
 
 def mean_loss(losses: Mapping[str, float], domains: Sequence[Domain]) -> float:
-    """Return the loss that counts: the weighted mean of the losses on each domain, by name."""
+    """Return the loss that counts: the weighted mean of ``losses``, which are keyed by domain."""
     return sum(domain.weight * losses[domain.name] for domain in domains)
 
 
 def _rows(config: Config, domain: Domain) -> tuple[list[str], int]:
-    """Return the rows, and how many tokens of each count."""
+    """Return the rows, and the number of tokens to which each is cut."""
     if domain.place == "python":
         return StdlibSource().held_out(), _WHOLE
     if domain.digest is not None:
@@ -100,10 +101,10 @@ def _rows(config: Config, domain: Domain) -> tuple[list[str], int]:
 
 
 def _read_pinned(place: str, digest: str, config: Config) -> bytes:
-    """Return what :func:`read_file` does, from wherever this machine has the file.
+    """Return the content as :func:`read_file` does, but prefer this machine's copies.
 
-    The run folder keeps a copy, so that outer steps can be judged after a server, or the founder's
-    own file, is gone. A name without a folder is that of a file next to the network's file.
+    The run folder keeps a copy, so that outer steps can still be judged after the server or the
+    founder's own file is gone. A name without a folder refers to a file next to the network's file.
     """
     copy = config.run_folder / HELD_OUT / digest
     beside = Path(config.network.place).parent / HELD_OUT / place
@@ -118,7 +119,7 @@ def _read_pinned(place: str, digest: str, config: Config) -> bytes:
     if content is None and "/" not in place and not Path(place).exists():
         raise ConfigError(
             f"the held-out text {place} is neither {copy} nor {beside}, so nothing can be judged "
-            "here: copy it there from the founder's machine, where dt-network init put it into "
+            "here: copy it there from the founder's machine, where dt-network init put it in "
             f"{HELD_OUT}/"
         )
     content = content or read_file(place, digest)
@@ -132,10 +133,10 @@ def _read_pinned(place: str, digest: str, config: Config) -> bytes:
 def read_file(place: str, digest: str | None = None) -> bytes:
     """Return the content of a path or https URL.
 
-    Raises ConfigError for a file that cannot be read, or is another than that of ``digest``;
+    Raises ConfigError for a file that cannot be read or does not have the SHA-256 ``digest``;
     PageUnavailable for a URL that does not answer.
     """
-    remedy = "correct data.held_out of the network's file, or give the file that it names"
+    remedy = "correct data.held_out in the network's file, or restore the file that it names"
     try:
         if "://" in place:
             import httpx
@@ -147,7 +148,7 @@ def read_file(place: str, digest: str | None = None) -> bytes:
                 raise PageUnavailable(f"the held-out text {place}: {why:.300}") from None
         else:
             with open_at_once(Path(place).expanduser()) as file:
-                # A pipe to which nobody writes gives None.
+                # Reading a pipe that nobody writes to returns None.
                 content = file.read(LARGEST_FILE + 1) or b""
     except (OSError, NetworkFileError) as error:
         raise ConfigError(
@@ -161,19 +162,19 @@ def read_file(place: str, digest: str | None = None) -> bytes:
     if len(content) > LARGEST_FILE:
         raise ConfigError(
             f"the held-out text {place} has more than {LARGEST_FILE} bytes, so it is not read: "
-            "give a part of it"
+            "use a part of it"
         )
     found = hashlib.sha256(content).hexdigest()
     if digest not in (None, found):
         raise ConfigError(
             f"the held-out text {place} has the SHA-256 {found} and the network's file pins "
-            f"{digest}, so its losses would be nobody else's: {remedy}"
+            f"{digest}, so nobody else would get its losses: {remedy}"
         )
     return content
 
 
 def file_rows(place: str, content: bytes, column: str) -> list[str]:
-    """Return the rows of a Parquet file's ``column``, or the one row that any other file is.
+    """Return the rows of a Parquet file's ``column``, or any other file as a single row.
 
     Raises ConfigError.
     """

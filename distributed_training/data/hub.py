@@ -1,13 +1,13 @@
-"""Read a dataset's Parquet files where they are, at Hugging Face, by ranges of bytes.
+"""Read byte ranges of a dataset's Parquet files directly from Hugging Face.
 
 The files of one commit below ``data.folder`` form the same table as a local copy of them: each
-folder is a config, and its rows are those of its files in the order of their names. So a page is
+folder is a config, whose rows are those of its files, in the order of the file names. So a page is
 the same whether it is read here or with ``--data.source parquet:DIR``.
 
-``huggingface_hub`` sends the requests, waits as the hub says, and sends its token to the hub only.
-A file's end says where its row groups lie. The ends and the number of rows of all files are kept on
-the disk, so one process of a machine fetches them while the others wait. After that a page costs
-one request.
+``huggingface_hub`` sends the requests, waits as long as the hub asks it to, and sends its token
+only to the hub. A file's end says where its row groups are. The ends and the row counts of all
+files are kept on the disk, so only one process on a machine fetches them while the others wait.
+After that, a page takes one request.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from distributed_training.config.settings import DataSettings
 from .page_source import Counts, NothingToRead, PageUnavailable
 from .parquet import ParquetSource, is_no_data
 
-#: The most bytes that are read at once: a column of a row group, as it is in the file.
+#: The most bytes that are read at once: one column of a row group, as stored in the file.
 LARGEST_READ = 64 * 2**20
 _READ_AHEAD = 2**16  # bytes of a file's end that pyarrow reads first
 _MOST_FILES = 50_000
 _MOST_KEPT = 2 * 10**9  # bytes of file ends that are kept on the disk
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
-_PASSING = frozenset({408, 425, 429})  # statuses below 500 after which a later request may succeed
+_PASSING = frozenset({408, 425, 429})  # statuses below 500 for which a retry may succeed
 
 
 class HubSource(ParquetSource):
-    """The rows of ``data.dataset`` at its pinned commit; without one at that of its main branch.
+    """The rows of ``data.dataset`` at its pinned commit, or else at its main branch's commit.
 
-    ``hub``: its URL. ``cache``: folder for the ends of files, or None. Raises PageUnavailable.
+    ``hub``: the hub's URL. ``cache``: a folder in which to keep the files' ends, or None. Raises
+    PageUnavailable.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class HubSource(ParquetSource):
         with _asking(f"{name} at {hub}"):
             self.revision = settings.revision or str(HfApi(endpoint=hub).dataset_info(name).sha)
         if not _COMMIT.fullmatch(self.revision):
-            raise PageUnavailable(f"the commit of {name} is said to be {self.revision!r:.50}")
+            raise PageUnavailable(f"the hub named no commit of {name}: {self.revision!r:.50}")
         folder = Path(f"datasets/{name}@{self.revision}") / settings.folder
         key = hashlib.sha256(f"{hub} {folder} {settings.text_column}".encode()).hexdigest()[:16]
         self._kept = cache and cache / f"hub-{key}"
@@ -82,13 +83,13 @@ class HubSource(ParquetSource):
     def _files(self) -> list[Path]:
         self._load()
         if not self._sizes:
-            found: Any  # names, and what is known of each file
+            found: Any  # file names, each with the hub's details about the file
             with _asking(str(self._folder)):
                 found = self._hub.find(str(self._folder), detail=True)
             for name, entry in found.items():
                 path = Path(name)
                 below = path.relative_to(self._folder).parts
-                # Names appear in log lines, so they must be printable.
+                # The names appear in log lines, so they must be printable.
                 is_data = name.isprintable() and not any(map(is_no_data, below))
                 if is_data and path.suffix.lower() == ".parquet":
                     self._sizes[path] = int(entry["size"])
@@ -96,16 +97,16 @@ class HubSource(ParquetSource):
             raise NothingToRead(f"{self._folder} at {self._hub.endpoint} has no Parquet files")
         if len(self._sizes) > _MOST_FILES:
             raise NothingToRead(
-                f"{self._folder} has more than {_MOST_FILES} Parquet files: name a folder of it as "
-                "data.folder of the network's file"
+                f"{self._folder} has more than {_MOST_FILES} Parquet files: set data.folder in "
+                "the network's file to one of its subfolders"
             )
         return list(self._sizes)
 
     @contextlib.contextmanager
     def _alone_on_this_machine(self) -> Iterator[None]:
-        """Let one process of this machine ask, while the others wait."""
+        """Let one process on this machine ask the hub, while the others wait."""
         with contextlib.ExitStack() as stack:
-            # Where the disk has no room or no locks, each process asks the hub itself.
+            # If the disk is full or does not support locks, each process asks the hub itself.
             with contextlib.suppress(OSError):
                 if self._kept is not None:
                     self._kept.mkdir(parents=True, exist_ok=True)
@@ -114,7 +115,7 @@ class HubSource(ParquetSource):
             yield
 
     def _load(self) -> None:
-        """Take over what another process found."""
+        """Load the row counts that another process has stored."""
         with contextlib.suppress(OSError, ValueError, TypeError):
             if self._kept is not None:
                 found = json.loads((self._kept / "rows.json").read_text())
@@ -124,7 +125,7 @@ class HubSource(ParquetSource):
                     self._scanned[path] = ends[-1] if ends else 0
 
     def _store(self) -> None:
-        """Keep what was found for the other processes."""
+        """Store the row counts for the other processes."""
         with contextlib.suppress(OSError):
             if self._kept is not None:
                 found = {
@@ -154,34 +155,34 @@ class HubSource(ParquetSource):
         return pa.PythonFile(file, mode="r")
 
     def _parquet(self, path: Path) -> Any:
-        # With pre_buffer the whole column of a row group is one request.
+        # With pre_buffer, the whole column of a row group is read in one request.
         return pq.ParquetFile(self._open(path), metadata=self._metadata(path), pre_buffer=True)
 
 
 class _HubFile(HfFileSystemFile):
-    """A file at the hub, of which bounded ranges are read."""
+    """A file at the hub; a read is limited to ``LARGEST_READ``."""
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         size = end - start
         if size > LARGEST_READ + _READ_AHEAD:
             raise NothingToRead(
-                f"{self.path} has a row group with {size / 1e6:.0f} MB of text, and ranges are "
-                f"read up to {LARGEST_READ / 1e6:.0f}: download the data, and give --data.source "
-                "parquet:DIR"
+                f"{self.path} has a row group with {size / 1e6:.0f} MB of text, and at most "
+                f"{LARGEST_READ / 1e6:.0f} MB are read at once: download the data, and use "
+                "--data.source parquet:DIR"
             )
         with _asking(f"{self.path}, bytes {start} to {end}"):
             data: bytes = super()._fetch_range(start, end)
         if len(data) != size:
             raise NothingToRead(
                 f"{self.path}: {len(data)} bytes came instead of a range of {size}: download the "
-                "data, and give --data.source parquet:DIR"
+                "data, and use --data.source parquet:DIR"
             )
         return data
 
 
 @contextlib.contextmanager
 def _asking(what: str) -> Iterator[None]:
-    """Raise PageUnavailable for any error of a request to the hub for ``what``."""
+    """Raise PageUnavailable for any error while requesting ``what`` from the hub."""
     try:
         yield
     except PageUnavailable:
@@ -190,13 +191,13 @@ def _asking(what: str) -> Iterator[None]:
         raise NothingToRead(
             f"{what}: the hub has no such dataset or commit, or HF_TOKEN may not read it"
         ) from None
-    except Exception as error:  # noqa: BLE001 - whatever a library raises at what a server sent
-        # Leave out the error's text: it may hold the token, or a signed URL to which the hub
+    except Exception as error:  # noqa: BLE001 - a server's answer can raise anything in a library
+        # Leave out the error's text: it may contain the token, or a signed URL to which the hub
         # redirected.
         status = getattr(getattr(error, "response", None), "status_code", 0)
         why = f"HTTP {status}" if status else type(error).__name__
         if status == 429:
-            why += ", this machine asks more often than it may: give HF_TOKEN, or read local files"
+            why += ", too many requests from this machine: set HF_TOKEN, or read local files"
         if 400 <= status < 500 and status not in _PASSING:
             raise NothingToRead(f"{what}: {why}") from None
         raise PageUnavailable(f"{what}: {why}") from None

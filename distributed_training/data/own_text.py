@@ -1,12 +1,12 @@
-"""Read a member's own text: ``data.own`` of the network's file, files of ``--data.own_text``.
+"""Read a member's own text, if the network's file says ``data.own``: files of ``--data.own_text``.
 
-Only this module reads it. What leaves this machine is made of what was learned from it.
+Only this module reads the text. Nothing leaves this machine except what was learned from it.
 
-All files together are one run of bytes, which is cut into *units* of 2 to 32 KiB. A unit has the
-lines that begin in it, or the rows of that part of a Parquet file. Each pass over the text has a
-random order of its own, which follows only from the number of units. So the place in the text is
-one number, that of the next unit. A checkpoint keeps it, so a kill repeats no unit and loses none.
-Ranks take turns.
+All files together form one sequence of bytes, which is cut into *units* of 2 to 32 KiB. A unit
+consists of the lines that begin in it, or of the rows in that part of a Parquet file. Each pass
+over the text has its own random order, which depends only on the number of units. So the number of
+the next unit describes the position in the text. Checkpoints contain it, so after a kill no unit is
+repeated or lost. Ranks take turns.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from .tokenizer import TextTokenizer, text_tokenizer
 log = logging.getLogger(__name__)
 
 UNIT, _SMALLEST = 2**15, 2**11  # bytes
-# A token has about four bytes with most tokenizers, and one byte with the byte tokenizer. With 2 a
-# block is about as large as its pages.
+# A token has about four bytes with most tokenizers, and one byte with the byte tokenizer. With 2, a
+# block has about as much text as one made of pages.
 _BYTES_OF_TOKEN = 2
-_EDGE = 4096  # bytes behind a unit within which its last line may end
-_LOOKED_AT = 2**20  # bytes of each file that a start looks at
+_EDGE = 4096  # bytes after a unit in which the end of its last line is searched for
+_LOOKED_AT = 2**20  # bytes of each file that are checked at startup
 _PIECE = 2**16  # characters of a row that are tokenized at once
 _JSON_LINES = (".jsonl", ".ndjson")
-_WHOLE = 10**9  # more tokens than any piece has, so that none is cut
-_SEED = 44  # seed of the order, which differs between members by their text
+_WHOLE = 10**9  # more tokens than any piece has, so that no piece is cut
+_SEED = 44  # seed of the order, which still differs between members, as their texts do
 
 
 def units_of_block(settings: DataSettings, sequence_length: int) -> tuple[int, int]:
-    """Return how many units a rank reads for a block, and the bytes of each.
+    """Return how many units a rank reads for a block, and how many bytes each has.
 
-    Together they have about as much text as pages would have.
+    Together they have about as much text as the pages of a block would have.
     """
     sequences = settings.pages_per_block * settings.rows_per_page
     wanted = sequences * sequence_length * _BYTES_OF_TOKEN
@@ -55,13 +55,13 @@ def units_of_block(settings: DataSettings, sequence_length: int) -> tuple[int, i
 
 
 class OwnText:
-    """The files of ``--data.own_text``, as one run of units.
+    """The files of ``--data.own_text``, as one sequence of units.
 
-    The suffix says whether a file is Parquet or JSON lines; any other file is text. A file that is
-    named itself must be readable. Unreadable files of a folder are ``left_out``, with a line for
-    each. ``unit``: the bytes of a unit, UNIT by default.
+    The suffix tells Parquet and JSON lines files apart; any other file is text. A file that is
+    named explicitly must be readable. ``left_out`` has a line for each file that a folder contains
+    and that cannot be read. ``unit``: the bytes of a unit, UNIT by default.
 
-    Raises ConfigError if there is no text, PageUnavailable while a disk is away.
+    Raises ConfigError if there is no text, PageUnavailable while a disk is unavailable.
     """
 
     def __init__(self, settings: DataSettings, counts: Counts, *, unit: int | None = None) -> None:
@@ -93,14 +93,14 @@ class OwnText:
 
     @property
     def finding(self) -> str:
-        """The files that were found, in words."""
+        """A description of the files that were found."""
         found = f"{len(self._files)} files, {self._ends[-1] / 1e6:.1f} MB"
         if self.left_out:
             found += f"; {len(self.left_out)} left out, first {self.left_out[0]}"
         return found
 
     def _size(self, path: Path) -> int:
-        """Return the bytes of a file's text. Raises ValueError, OSError for a bad file."""
+        """Return how many bytes of text a file has. Raises ValueError, OSError for a bad file."""
         size = path.stat().st_size
         if not size:
             raise ValueError("it is empty")
@@ -158,7 +158,7 @@ class OwnText:
 class OwnTokens:
     """Own text as a source of blocks, for a ``block_builder.WorkerSpec``.
 
-    The caller gives :meth:`block` the number of the first unit in place of a block's.
+    :meth:`block` takes the number of the block's first unit instead of a block number.
     """
 
     def __init__(self, spec: Any, counts: Counts) -> None:
@@ -178,8 +178,8 @@ class OwnTokens:
             try:
                 rows = [*self._text.rows(unit)]
             except (OSError, ValueError) as error:
-                # Fail the whole block, which is requested again, or text would be lost if a disk
-                # is away for a moment.
+                # Fail the whole block, which is then requested again. Otherwise text would be lost
+                # if a disk is unavailable for a moment.
                 raise_if_it_may_pass(error, Path(str(getattr(error, "filename", "own text"))))
                 missing.append(" ".join(str(error).split()))
                 continue
@@ -194,21 +194,21 @@ class OwnTokens:
         return SourceTokens(np.concatenate(pieces), missing)
 
     def _at(self, number: int) -> int:
-        """Return which unit of the text is read at this number."""
+        """Return the unit of the text that is read at position ``number``, counted over passes."""
         assert self._text is not None
         passed, place = divmod(number, self._text.units)
         if passed not in self._orders:
             order = np.random.default_rng([_SEED, passed]).permutation(self._text.units)
-            # Keep the order before and after it too, since a block may reach over a pass's end.
+            # Keep the previous or next pass's order too, since a block may span the end of a pass.
             self._orders = {p: o for p, o in self._orders.items() if abs(p - passed) == 1}
             self._orders[passed] = order
         return int(self._orders[passed][place])
 
 
 def require_own_text(settings: DataSettings) -> None:
-    """Read the beginning of each file, and log what is found.
+    """Read the beginning of each file, and log what was found.
 
-    Raises ConfigError, in one line, before anything is signed or written.
+    Raises ConfigError with a one-line message, before anything is signed or written.
     """
     try:
         found = OwnText(settings, Counts())
@@ -228,7 +228,7 @@ def require_one_sequence(
         for unit in range(text.units):
             try:
                 rows = [*text.rows(unit)]
-            # As in training, an unreadable part of a file costs only its unit.
+            # As in training, only the unit that contains an unreadable part of a file is lost.
             except (OSError, ValueError) as error:
                 away = away or f" ({' '.join(str(error).split()):.200})"
                 continue
@@ -242,11 +242,11 @@ def require_one_sequence(
 
 
 def _refusal(cause: str) -> str:
-    return f"--data.own_text: {cause}, so there is nothing to train on: give files with text"
+    return f"--data.own_text: {cause}, so there is nothing to train on: name files with text"
 
 
 def _listed(given: tuple[str, ...]) -> dict[Path, bool]:
-    """Return the files, each once, and whether it was named itself.
+    """Return each file once, and whether it was named explicitly.
 
     Raises ConfigError, PageUnavailable.
     """
@@ -255,7 +255,7 @@ def _listed(given: tuple[str, ...]) -> dict[Path, bool]:
         try:
             path = Path(text).expanduser()
             below = sorted(files_below(path)) if path.is_dir() else [path]
-        # RuntimeError is raised if no user has this name.
+        # expanduser raises RuntimeError if there is no user of that name.
         except (OSError, RuntimeError) as error:
             raise_if_it_may_pass(error, Path(text))
             raise ConfigError(_refusal(f"{text} cannot be read ({error})")) from None
@@ -265,7 +265,7 @@ def _listed(given: tuple[str, ...]) -> dict[Path, bool]:
 
 
 def _edge(file: Any, at: int) -> int:
-    """Return where text may be cut from ``at`` on: behind a line, or behind a character."""
+    """Return the first place from ``at`` on to cut text: after a line, or else a character."""
     if not at:
         return 0
     file.seek(at)
@@ -278,12 +278,12 @@ def _edge(file: Any, at: int) -> int:
 
 
 def _lines(file: Any, begin: int, end: int) -> Iterator[bytes | None]:
-    """Yield the lines that begin from ``begin`` to before ``end``; None: longer than a page."""
+    """Yield the lines that begin from ``begin`` to before ``end``; None for one above ``PAGE``."""
     at = begin
     if begin:
         file.seek(begin - 1)
-        # Read no further than the unit, or each unit inside a line of 60 MB would read the rest of
-        # that line.
+        # Read no further than the end of the unit. Otherwise each unit inside a line of 60 MB would
+        # read the rest of that line.
         at = begin - 1 + len(file.readline(end - begin + 1))
     while at < end:
         line = file.readline(PAGE + 1)
@@ -300,7 +300,7 @@ def _lines(file: Any, begin: int, end: int) -> Iterator[bytes | None]:
 
 
 def _pieces(row: str) -> Iterator[str]:
-    """Cut a long row, behind a line or a word if there is one."""
+    """Cut a long row into pieces, after the end of a line or a word if possible."""
     while len(row) > _PIECE:
         cut = 1 + max(row.rfind("\n", 1, _PIECE), row.rfind(" ", 1, _PIECE))
         cut = cut if cut > _PIECE // 2 else _PIECE
@@ -310,14 +310,14 @@ def _pieces(row: str) -> Iterator[str]:
 
 
 class _ParquetFiles(ParquetSource):
-    """Parquet files one by one, by the bytes of their column."""
+    """Single Parquet files, addressed by the bytes of their text column."""
 
     def _listed(self) -> dict[str, list[Path]]:
         self._found: dict[Path, tuple[int, int]] = {}  # file -> its rows and bytes
         return {}
 
     def open(self, path: Path) -> int:
-        """Return the bytes of a file's column. Raises OSError, ValueError."""
+        """Return how many bytes a file's text column has. Raises OSError, ValueError."""
         rows, meta = self._scan(path), self._metadata(path)
         groups = [meta.row_group(number) for number in range(meta.num_row_groups)]
         columns = [group.column(at) for group in groups for at in range(group.num_columns)]

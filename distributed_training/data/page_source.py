@@ -1,9 +1,9 @@
-"""Rows of text as the page selection addresses them.
+"""Rows of text, addressed in the way of the page selection.
 
 A :class:`PageSource` returns the rows of one page. Rows without usable text are left out and
-counted. The source that is always there, for the local subnet, is the Python standard library of
-this machine. Its files are divided among configs by a hash of their path, so the split is the same
-in every process. *Held-out* files are never part of a page.
+counted. One source is always available, for the local subnet: this machine's Python standard
+library. Its files are divided among configs by a hash of their path, so the split is the same in
+every process. *Held-out* files are never part of a page.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MINIMUM_ROWS = 102
 #: The most bytes of text in a page, for example 100 books of 0.6 MB.
 PAGE = 64 * 2**20
-#: It stands for a row that was not read because it is larger than a page.
+#: Stands for a row that was not read because it is larger than a page.
 TOO_LONG = object()
 
 log = logging.getLogger(__name__)
@@ -39,26 +39,29 @@ _too_long_is_due = Throttle(3600.0)
 
 
 class PageUnavailable(RuntimeError):
-    """A page, or the table of configs, cannot be had now. The message says why."""
+    """A page, or the table of configs, cannot be read now. The message says why."""
 
 
 class NothingToRead(PageUnavailable):
-    """A source answers, and has no text to read: asking again gives the same answer."""
+    """A source answers but has no text to read; asking again would give the same answer."""
 
 
 class OtherData(PageUnavailable):
-    """A source serves other data than the network's file pins, so its pages differ."""
+    """A source serves different data from what the network's file pins, so its pages differ."""
 
 
 @dataclass(frozen=True)
 class Pin:
-    """The data that the network's file names: commit, and rows of all configs. None: any."""
+    """The data that the network's file names: the commit, and the total number of rows.
+
+    A value of None accepts anything.
+    """
 
     revision: str | None = None
     rows: int | None = None
 
     def check(self, where: str, found: Pin) -> None:
-        """Raise OtherData if ``found`` differs; a value of None is not compared."""
+        """Raise OtherData if ``found`` differs. Values of None are not compared."""
         for name, pinned, has in (
             ("revision", self.revision, found.revision),
             ("row count", self.rows, found.rows),
@@ -66,23 +69,23 @@ class Pin:
             if pinned is not None and has is not None and pinned != has:
                 raise OtherData(
                     f"{where} has {name} {has} and the network's file pins {pinned}, so its "
-                    "pages would differ from the other members' pages: give the pinned data with "
+                    "pages would differ from the other members' pages: use the pinned data with "
                     "--data.source parquet:DIR, or ask the founder for a newer file"
                 )
 
 
 @dataclass(frozen=True)
 class SourceTokens:
-    """The tokens of a block, int32 (tokens,), and the causes of the pages that are missing."""
+    """The tokens of a block, int32 (tokens,), and a reason for each page that is missing."""
 
     tokens: np.ndarray[Any, Any]
     missing: list[str]
 
 
 class PageSource(Protocol):
-    """Rows of text, addressed as the page selection addresses them.
+    """Rows of text, addressed in the way of the page selection.
 
-    Used from several threads at once.
+    It is used from several threads at once.
     """
 
     def num_rows(self) -> Mapping[str, int]:
@@ -92,8 +95,8 @@ class PageSource(Protocol):
     def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
         """Return the texts of at most ``limit`` rows from row ``row`` on, in order.
 
-        Rows that are not text are left out. Raises PageUnavailable, also for a page beyond the
-        config's end.
+        Rows that are not text are left out. Raises PageUnavailable, also for a page beyond the end
+        of the config.
         """
         ...
 
@@ -113,17 +116,17 @@ class Counts:
     def drain(self) -> dict[str, int]:
         """Return the counts since the last call."""
         with self._lock:
-            # Exchange the counter under the lock, so that the next call returns what a thread adds
-            # meanwhile.
+            # Replace the counter under the lock, so that counts added in the meantime are returned
+            # by the next call.
             taken, self._counter = self._counter, Counter()
         return dict(taken)
 
 
 def usable_texts(values: Iterable[object], counts: Counts) -> list[str]:
-    """Return the values that can be trained on; the others are counted by their defect.
+    """Return the values that can be trained on, and count the others by their defect.
 
-    A value that does not fit into the rest of ``PAGE`` bytes is left out too, with a line once per
-    hour.
+    A value that would make the page larger than ``PAGE`` bytes is left out too; that is logged at
+    most once per hour.
     """
     texts = []
     left = PAGE
@@ -139,7 +142,7 @@ def usable_texts(values: Iterable[object], counts: Counts) -> list[str]:
         else:
             try:
                 size = len(value.encode())
-            # Lone surrogates are what is left of bytes that are not UTF-8.
+            # Bytes that are not UTF-8 have become lone surrogates, which cannot be encoded.
             except UnicodeEncodeError:
                 counts.add("rows_not_utf8")
                 continue
@@ -147,7 +150,7 @@ def usable_texts(values: Iterable[object], counts: Counts) -> list[str]:
             counts.add("rows_too_long")
             if _too_long_is_due():
                 log.warning(
-                    "A row is left out: with it a page has more than %d MB of text. Split long "
+                    "A row is left out: with it a page has more than %d MB of text. Split the long "
                     "rows of the data",
                     PAGE // 2**20,
                 )
@@ -166,7 +169,7 @@ _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "__pycache__", "lib2
 
 
 class StdlibSource:
-    """A :class:`PageSource` over ``*.py`` of the standard library."""
+    """A :class:`PageSource` that reads the ``*.py`` files of the standard library."""
 
     def __init__(self) -> None:
         self._folder = Path(sysconfig.get_paths()["stdlib"])
@@ -190,7 +193,8 @@ class StdlibSource:
     @cached_property
     def _tables(self) -> dict[str, list[str]]:
         tables: dict[str, list[str]] = {f"stdlib-{i}": [] for i in range(_CONFIGS)}
-        # Leave out rows that are held out too: codec tables and licences repeat word for word.
+        # Leave out rows that also occur in held-out files: codec tables and licences are repeated
+        # word for word.
         held_out = set(self.held_out())
         for path in self._paths:
             if not _held_out(path):
@@ -203,17 +207,17 @@ class StdlibSource:
         """The paths below the folder, in the order of their parts."""
         found: list[str] = []
         for folder, subfolders, names in os.walk(self._folder):
-            # Do not look into these folders: site-packages may hold a hundred thousand files.
+            # Do not search these folders: site-packages may contain a hundred thousand files.
             subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT]
             below = Path(folder).relative_to(self._folder)
             found += [(below / name).as_posix() for name in names if name.endswith(".py")]
         if not found:
             raise PageUnavailable(f"{self._folder} holds no Python sources")
-        # Sort, since every process must number the rows alike and os.walk follows the disk's order.
+        # Sort them: every process must number the rows identically, but os.walk uses disk order.
         return sorted(found, key=lambda path: path.split("/"))
 
     def _rows_of(self, path: str) -> Iterator[str]:
-        """Yield pieces of whole lines, each about ``_ROW_CHARACTERS`` long."""
+        """Yield pieces of about ``_ROW_CHARACTERS``, each made of whole lines."""
         with contextlib.suppress(OSError, UnicodeDecodeError):
             piece: list[str] = []
             length = 0

@@ -1,8 +1,8 @@
 """Rows of a folder of Parquet files: on this machine, or at Hugging Face (:mod:`.hub`).
 
-Each folder that holds files is a config (the given folder itself is called ``root``); its rows are
-those of its files, sorted by name, one after the other. Only a file's end is read, and the text
-column of the row groups that a page is in.
+Each folder that contains files is a config (the given folder itself is called ``root``). Its rows
+are the rows of its files, in the order of the file names. Only two parts of a file are read: its
+end, and the text column in the row groups that contain a page.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .page_source import MINIMUM_ROWS, Counts, NothingToRead, PageUnavailable, u
 
 log = logging.getLogger(__name__)
 
-#: Bytes of decoded row groups that are kept for later pages. Each data worker keeps its own.
+#: Bytes of decoded row groups that each data worker keeps for later pages.
 KEPT = 64 * 2**20
-#: The most bytes of a file's end, which says where its rows are. Once parsed it takes many times as
-#: much memory.
+#: The most bytes that a file's end may have, which says where its rows are. Once parsed, it takes
+#: many times as much memory.
 LARGEST_END = 16 * 2**20
 _TAIL = 2**16  # bytes of a file's end that pyarrow reads first
 _AT_ONCE = 8  # files that are scanned at once
-#: Rows decoded at once: each may take a megabyte from a dictionary.
+#: Rows decoded at once. Each may expand to a megabyte if the column is dictionary-encoded.
 _ROWS = 64
 _BUFFER = 2**20  # bytes read from a column at once
 # Errors of a network disk, or of a process at its limits, that may pass.
@@ -41,15 +41,16 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def raise_if_it_may_pass(error: Exception, path: Path) -> None:
-    """Raise PageUnavailable for an error that is not the file's, and passes by itself."""
+    """Raise PageUnavailable for an error that is not the file's fault and may pass on its own."""
     if isinstance(error, OSError) and error.errno in _MAY_PASS:
         raise PageUnavailable(f"{path} cannot be read now: {error.strerror}") from None
 
 
 def folder_revision(folder: Path, *, wanted: str | None = None) -> str | None:
-    """Return the commit of which ``folder`` is a Hugging Face download.
+    """Return the commit that ``folder`` was downloaded from at Hugging Face, or None.
 
-    The folder is a snapshot of its cache, or one with notes of its own.
+    The folder is a snapshot in the cache of ``huggingface_hub``, or contains its own notes of the
+    download.
     """
     path = folder.resolve()
     commits = {path.parts[at + 1] for at, part in enumerate(path.parts[:-1]) if part == "snapshots"}
@@ -58,16 +59,16 @@ def folder_revision(folder: Path, *, wanted: str | None = None) -> str | None:
         for note in notes.rglob("*.metadata"):
             with contextlib.suppress(OSError, UnicodeDecodeError), note.open() as file:
                 commits.add(file.readline(100).strip())
-    # Prefer any other commit to the wanted one: a folder with one file of another commit does not
-    # count as the wanted one.
+    # Prefer any other commit to the wanted one: even one file of another commit means that the
+    # folder is not the wanted commit.
     told = sorted(filter(_COMMIT.fullmatch, commits), key=lambda commit: commit == wanted)
     return told[0] if told else None
 
 
 def spans(ends: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (piece, its first row, rows) that cover the rows from ``first`` to before ``end``.
+    """Yield (piece, first row in it, row count) to cover the rows ``first`` to before ``end``.
 
-    ``ends``: the number of rows up to the end of each piece, the last at least ``end``.
+    ``ends``: the number of rows up to the end of each piece; the last is at least ``end``.
     """
     at = bisect.bisect_right(ends, first)
     while first < end:
@@ -79,16 +80,16 @@ def spans(ends: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int,
 
 
 def is_no_data(name: str) -> bool:
-    """Return whether a file or folder of this name is left out wherever it lies."""
-    # No rows are in the notes of a download (.cache), in the marks of a writer (_SUCCESS), and in
-    # lost+found, which a disk's repair leaves at its root and only root can list.
+    """Return whether a file or folder with this name is left out wherever it is."""
+    # There are no rows in download notes (.cache), in writers' markers (_SUCCESS), or in
+    # lost+found, which is at the root of a disk and which only root can list.
     return name.startswith((".", "_")) or name == "lost+found"
 
 
 def files_below(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Yield the files of a folder and its subfolders, through links too. Raises OSError.
+    """Yield the files of a folder and its subfolders, following links. Raises OSError.
 
-    ``above``: the folders on the way here, to which a link may lead back.
+    ``above``: the parent folders on the way here, which a link may lead back to.
     """
     here = os.path.realpath(folder)
     if here in above:
@@ -104,7 +105,7 @@ def files_below(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[P
 
 
 class FolderSource:
-    """A folder of files of one kind: each is scanned once, damaged ones are left out."""
+    """A folder of files of one kind. Each file is scanned once; damaged files are left out."""
 
     suffixes: tuple[str, ...]
 
@@ -113,23 +114,23 @@ class FolderSource:
         self._counts = counts
         self._lock = threading.Lock()
         self._scanned: dict[Path, int] = {}
-        # Config -> at which row each of its files ends, once known.
+        # Config -> the row at which each of its files ends; empty until the files are scanned.
         self._ends: dict[str, list[int]] = {}
         self._table: dict[str, int] | None = None
-        # List the files once, since a file that is added later would shift the rows of all files
-        # after it.
+        # List the files only once, since a file that is added later would shift the rows of all
+        # files after it.
         self._paths = self._listed()
 
     def _listed(self) -> dict[str, list[Path]]:
         """Return the files by config. Raises PageUnavailable if there are none."""
         found: dict[str, list[Path]] = {}
-        # Sort, since rows must have the same numbers in every process and on every machine.
+        # Sort them, since rows must have the same numbers in every process and on every machine.
         for path in sorted(self._files()):
             if path.suffix.lower() in self.suffixes:
                 config = path.relative_to(self._folder).parent.as_posix()
                 found.setdefault("root" if config == "." else config, []).append(path)
         if not found:
-            # A folder with other files is wrong for good; an empty one may not be mounted yet.
+            # A folder with other files is simply wrong, but an empty one may not be mounted yet.
             others = next((path.suffix for path in self._files()), None)
             kind = PageUnavailable if others is None else NothingToRead
             found_are = f", only others such as *{others}" if others else ""
@@ -140,7 +141,7 @@ class FolderSource:
         """Return the files below the folder, in any order. Raises PageUnavailable."""
         try:
             return list(files_below(self._folder))
-        except OSError as error:  # a folder that cannot be listed now need not be empty
+        except OSError as error:  # a folder that cannot be listed now is not necessarily empty
             raise PageUnavailable(f"{error.filename} cannot be read: {error.strerror}") from None
 
     def num_rows(self) -> Mapping[str, int]:
@@ -153,15 +154,15 @@ class FolderSource:
             if not table:
                 raise PageUnavailable(
                     f"{self._folder}: the largest config has {max(rows.values(), default=0)} rows "
-                    f"and a page is drawn from at least {MINIMUM_ROWS}: add text"
+                    f"and a page needs a config of at least {MINIMUM_ROWS}: add text"
                 )
             self._table = table
             return table
 
     def all_rows(self) -> dict[str, int]:
-        """Count the rows of each config, also of those too small for the page selection.
+        """Count the rows of each config, including configs too small for the page selection.
 
-        Raises PageUnavailable while the disk of a file is away.
+        Raises PageUnavailable while the disk of a file is unavailable.
         """
         with self._lock:
             if not self._ends:
@@ -172,9 +173,9 @@ class FolderSource:
                         if isinstance(found, int):
                             self._scanned[path] = found
                             continue
-                        # A file that is left out stays so until a restart, and the rows after it
-                        # then have other numbers than at the validator. So wait for an error that
-                        # may pass.
+                        # A file stays left out until a restart, which shifts the numbers of the
+                        # rows after it, so that they differ from the validator's. So if an error
+                        # may pass, raise it here and try again later.
                         raise_if_it_may_pass(found, path)
                         self._counts.add("files_unreadable")
                         log.warning("%s is left out: %s", path, found)
@@ -188,8 +189,8 @@ class FolderSource:
         del split  # a folder has only one split
         count = self.all_rows().get(config, 0)
         if row >= count:
-            raise PageUnavailable(f"{config} of {self._folder} has {count} rows, none at {row}")
-        # Read one value after the other, so that a page of long rows is bounded before it is in
+            raise PageUnavailable(f"{config} of {self._folder} has {count} rows, but no row {row}")
+        # Read one value at a time, so that a page of long rows is limited before it fills the
         # memory.
         return usable_texts(self._values(config, row, min(row + limit, count)), self._counts)
 
@@ -199,11 +200,11 @@ class FolderSource:
             try:
                 yield from self._read(path, begin, rows)
             except (OSError, ValueError) as error:
-                why = " ".join(str(error).split())  # an error of Arrow has several lines
+                why = " ".join(str(error).split())  # Arrow's error messages have several lines
                 raise PageUnavailable(f"{path}, row {begin}: {why:.300}") from error
 
     def _try(self, path: Path) -> int | Exception:
-        """Return what :meth:`_scan` does, or its error."""
+        """Return the result of :meth:`_scan`, or the error that it raised."""
         try:
             return self._scan(path)
         except (OSError, ValueError) as error:
@@ -214,14 +215,15 @@ class FolderSource:
         raise NotImplementedError
 
     def _read(self, path: Path, first: int, count: int) -> Iterator[object]:
-        """Yield the values of rows that the file has. Raises OSError, ValueError."""
+        """Yield the values of ``count`` rows of a file. Raises OSError, ValueError."""
         raise NotImplementedError
 
 
 class ParquetSource(FolderSource):
-    """``*.parquet``; the row groups decoded last are kept, as many as ``KEPT`` bytes hold.
+    """``*.parquet`` files. The last decoded row groups are kept, up to ``KEPT`` bytes.
 
-    A larger group, as pandas writes one for each file, is decoded for each page up to its rows.
+    A larger group is decoded again for each page, up to the page's rows. Files written by pandas
+    have such groups, one per file.
     """
 
     suffixes = (".parquet",)
@@ -240,14 +242,14 @@ class ParquetSource(FolderSource):
                 f"it has no column {self._column!r}: see data.text_column of the network's file"
             )
         groups = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
-        # Such a file is damaged, and rows would be read from groups that it does not have.
+        # Without this check, rows of a damaged file would be read from groups that do not exist.
         if sum(groups) != meta.num_rows or min(groups, default=0) < 0:
             raise ValueError(f"its row groups do not add up to its {meta.num_rows} rows")
         self._group_ends[path] = list(itertools.accumulate(groups))
         return int(meta.num_rows)
 
     def _open(self, path: Path) -> Any:
-        """Open a file as pyarrow's, which takes a name of other bytes than UTF-8 only as bytes."""
+        """Open a file with pyarrow, which accepts a name that is not UTF-8 only as bytes."""
         import pyarrow as pa
 
         return pa.OSFile(os.fsencode(path))
@@ -265,7 +267,7 @@ class ParquetSource(FolderSource):
     def _parquet(self, path: Path) -> Any:
         import pyarrow.parquet as pq
 
-        # By default Arrow would read the whole column of a group before the first row.
+        # By default, Arrow would read a group's whole column before returning the first row.
         return pq.ParquetFile(self._open(path), buffer_size=_BUFFER, pre_buffer=False)
 
     def _read(self, path: Path, first: int, count: int) -> Iterator[object]:
@@ -277,21 +279,21 @@ class ParquetSource(FolderSource):
                 skipped = max(0, begin - at)
                 part = batch.slice(skipped, max(0, begin + rows - max(at, begin)))
                 at += len(batch)
-                # Arrow does not check what a file claims to be UTF-8.
+                # Arrow does not check whether text that a file declares as UTF-8 really is.
                 if pa.types.is_string(part.type):
                     part = part.cast(pa.binary())
                 elif pa.types.is_large_string(part.type):
                     part = part.cast(pa.large_binary())
                 for scalar in part:
                     text = scalar.as_py()
-                    # Bytes that are not UTF-8 keep lone surrogates.
+                    # Decode bytes that are not UTF-8 to lone surrogates; the row is then left out.
                     is_text = isinstance(text, bytes)
                     yield text.decode("utf-8", "surrogateescape") if is_text else text
 
     def _batches(self, path: Path, group: int, end: int) -> Iterator[Any]:
         """Yield the arrays of a group's column, at least up to row ``end``; keep them if they fit.
 
-        More rows are decoded than are asked for, as long as the whole group may fit.
+        As long as the whole group may fit into ``KEPT``, rows after ``end`` are decoded as well.
         """
         key, rows, size = (path, group), 0, 0
         decoded: list[Any] = []
@@ -300,9 +302,9 @@ class ParquetSource(FolderSource):
         if known is not None:
             yield from known
             return
-        # Open the file for each group, since a mirror has more files than a process may have open.
+        # Open the file for each group, since a mirror may have more files than a process may open.
         with self._parquet(path) as file:
-            # Without threads, since Arrow would use all cores, which the ranks need.
+            # Use no threads: Arrow would occupy all cores, which the ranks need.
             how: dict[str, Any] = {"columns": [self._column], "use_threads": False}
             for table in file.iter_batches(batch_size=_ROWS, row_groups=[group], **how):
                 batch = table.column(0)

@@ -1,12 +1,12 @@
-"""Fetch and tokenize a rank's blocks ahead in worker processes, and hand out batches.
+"""Fetch and tokenize a rank's blocks ahead of time in worker processes, and hand out batches.
 
-A *block* is the next few of the pages that are assigned to a miner in an outer step: for each rank
-as many, tokenized and cut into sequences. It is requested ahead of need, prepared by a worker
-process, and stays on disk until it was trained on, so a restart continues at the next sequence.
+A *block* is the next few pages that are assigned to a miner in an outer step: the same number for
+each rank, tokenized and cut into sequences. It is requested ahead of need, prepared by a worker
+process, and kept on disk until it has been trained on, so a restart continues at the next sequence.
 Rank 0 decides which block begins, once every rank has it.
 
-A worker may end for its own reasons (no memory, a kill) or because of a block. The worker that
-replaces it gets its blocks. A block that ends three workers in a row is left out.
+A worker may die for its own reasons (out of memory, a kill) or because of a block. The worker that
+replaces it gets its blocks. A block at which three workers have died is left out.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ from .sources import check_folder
 log = logging.getLogger(__name__)
 
 
-_LEAST_AHEAD, _MOST_AHEAD = 2, 8  # blocks prepared ahead, more while the source is slow
-_KEPT_FILES = 16  # prepared blocks on disk, of this rank
+_LEAST_AHEAD, _MOST_AHEAD = 2, 8  # blocks prepared ahead of time; more while the source is slow
+_KEPT_FILES = 16  # prepared blocks of this rank that are kept on disk
 _SLOW_LINE_EVERY = 600.0
-_TIMED_LEAST = 3  # blocks before the measured times mean more than the start of everything
-#: If preparing a block takes more than this part of its training time, one more worker starts.
+_TIMED_LEAST = 3  # blocks to time before the start-up no longer distorts the measurement
+#: If preparing a block takes more than this fraction of its training time, another worker starts.
 _NARROW = 0.8
 
 
-_MOST_BLAMED = 2  # workers that may die at one block before the block is left out
+_MOST_BLAMED = 2  # workers that may die at a block; at one more, the block is left out
 
 
 class DataWorker:
-    """The rank's end of a worker. Nothing here waits for it.
+    """The rank's side of a worker. Nothing here waits for the worker.
 
-    A worker that ended is started again and gets the blocks that were under way. The answer for a
-    block that ends workers again and again is a :class:`Failure`.
+    A worker that has died is started again, and gets the blocks that were not finished. If a block
+    keeps killing workers, the answer for it is a :class:`Failure`.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
-        self.blocks: dict[int, int | None] = {}  # blocks under way, in order, each with its place
+        self.blocks: dict[int, int | None] = {}  # unanswered blocks in order, each with its place
         self._arrived: queue.SimpleQueue[Prepared | Failure] = queue.SimpleQueue()
-        self._blamed: Counter[int] = Counter()  # block -> workers that died at it
+        self._blamed: Counter[int] = Counter()  # block -> number of workers that died at it
         self.child = ChildProcess(
             "A data worker",
             block_builder.__name__,
@@ -75,7 +75,7 @@ class DataWorker:
         self.child.start()
 
     def submit(self, block: int, place: int | None = None) -> None:
-        """Have ``block`` prepared, of own text from ``place`` on."""
+        """Have ``block`` prepared; a block of own text begins at ``place``."""
         with self.child.lock:
             self.blocks[block] = place
             self.child.send((block, place))
@@ -88,7 +88,7 @@ class DataWorker:
 
     def _begin(self) -> None:
         if self.child.starts > 1 and self.blocks:
-            # Only the first block was under way; the others had not begun.
+            # Only the first block was being prepared; the others were still waiting.
             block = next(iter(self.blocks))
             self._blamed[block] += 1
             if self._blamed[block] > _MOST_BLAMED:
@@ -100,21 +100,21 @@ class DataWorker:
 
     def _receive(self, answer: Prepared | Failure) -> None:
         with self.child.lock:
-            # Forget the block now, so that no worker prepares it again if this worker ends.
+            # Forget the block now, so that it is not prepared again if this worker dies.
             self.blocks.pop(answer.block, None)
             self._blamed.pop(answer.block, None)
         self._arrived.put(answer)
 
 
 class DataPipeline:
-    """Blocks in, batches out. Not thread-safe: the loop's thread calls.
+    """Blocks in, batches out. It is not thread-safe: call it only from the loop's thread.
 
-    Nothing here waits for a source: :meth:`ready` returns None until a block is there. ``spec``
-    says what this rank reads, and where prepared blocks and fetched pages stay across restarts.
-    ``device``: if it is a CUDA device, batches are in pinned memory, so that copying to it does not
-    wait.
+    Nothing here waits for a source: :meth:`ready` returns None until a block is prepared. ``spec``
+    says what this rank reads, and where prepared blocks and fetched pages are kept across restarts.
+    ``device``: if it is a CUDA device, batches are in pinned memory, so that copying them to the
+    device does not block.
 
-    Raises ConfigError when ``--data.source`` names something that is not a folder.
+    Raises ConfigError if ``--data.source`` names something that is not a folder.
     """
 
     def __init__(
@@ -126,29 +126,29 @@ class DataPipeline:
         self._settings = settings
         self._micro_batch_size = micro_batch_size
         # block -> its tokens, memory-mapped as (sequences, sequence_length), or None while it is
-        # under way; in the order of the requests
+        # being prepared; in request order
         self._blocks: dict[int, np.ndarray[Any, Any] | None] = {}
         self._nothing = np.zeros((0, spec.sequence_length), dtype=np.uint16)
-        # block -> the place in the own text at which it begins; and the place of the next one
+        # block -> the place in the own text at which it begins; and the place for the next block
         self._places: dict[int, int] = {}
         self._next_place = 0
         self._returned: list[int] = []  # places of blocks that could not be prepared
-        self._passes_over = False  # whether the next block passes over those places, once
-        # The block on which training is, and the position in it
+        self._passes_over = False  # whether the next block, and only that one, skips those places
+        # The block that is trained on, and the position in it
         self._current = 0
         self._sequences = 0  # how many of its sequences are trained on
         self._offset = 0
-        # Moving means of the seconds in which a block is prepared and trained on
+        # Moving averages of the seconds it takes to prepare a block and to train on it
         self._prepare_seconds = 0.0
         self._train_seconds = 0.0
-        self._timed = 0  # blocks that were trained on from end to end
+        self._timed = 0  # blocks that were trained on from beginning to end
         self._begun_at: float | None = None
-        # Batches served from the present block, and the time of the last one.
+        # Batches served from the current block, and the time of the last batch.
         self._served, self._served_at = 0, 0.0
         self._missed = 0.0  # seconds without anything to train on since the last batch
         self.wait_seconds = 0.0  # seconds without anything to train on before the last batch
         self._slow_line = Throttle(_SLOW_LINE_EVERY)
-        # The worker processes, and what they count
+        # The worker processes, and their counters
         self._counts: Counter[str] = Counter()
         self._full_disk = Repeats(_SLOW_LINE_EVERY)
         self._block_folder = spec.blocks
@@ -156,11 +156,11 @@ class DataPipeline:
         for other in self._block_folder.parent.glob(f"rank{spec.rank}-*"):
             if other != self._block_folder:  # the folder belongs to other settings
                 shutil.rmtree(other, ignore_errors=True)
-        # Left by a worker that was killed while it wrote.
+        # A worker that was killed while writing leaves temporary files behind.
         for left in self._block_folder.glob(".*.tmp"):
             left.unlink(missing_ok=True)
         self._pinned = device is not None and device.type == "cuda"
-        # Start workers only after earlier workers' files were removed, because they write at once.
+        # Start the workers only after removing the files of earlier ones: they write immediately.
         count = 1 if settings.workers == "auto" else settings.workers
         self._workers = [DataWorker(spec) for _ in range(count)]
 
@@ -173,20 +173,20 @@ class DataPipeline:
                 self._receive(answer)
 
     def request(self, block: int) -> None:
-        """Start preparing ``block``, unless it is here or under way. Returns at once."""
-        # A block that was empty when it was requested may have text now.
+        """Start preparing ``block``, unless that is done or in progress. Returns at once."""
+        # A block that was empty at an earlier request may have text now.
         if self._blocks.get(block, self._nothing) is not self._nothing:
             return
         self._blocks.pop(block, None)
         self._blocks[block] = None
-        # Choose the worker with the fewest blocks, since one may hang in a slow page.
+        # Choose the worker with the fewest blocks, since a worker may be stuck on a slow page.
         worker = min(self._workers, key=lambda worker: len(worker.blocks))
         worker.submit(block, self._place(block) if self._settings.own else None)
 
     def _place(self, block: int) -> int:
-        """Return where ``block`` begins in own text: at a place of its own, once it has one."""
+        """Return where ``block`` begins in the own text; a new block is given a place."""
         if block not in self._places:
-            # Do not try a place again at once, or text on a bad sector would hold up all the rest.
+            # Do not retry a place at once; otherwise text on a bad sector would block all the rest.
             if self._returned and not self._passes_over:
                 self._places[block] = self._returned.pop(0)
             else:
@@ -197,7 +197,10 @@ class DataPipeline:
         return self._places[block]
 
     def ready(self, block: int) -> int | None:
-        """Count this rank's sequences of ``block``; None while under way, 0 if it cannot be had."""
+        """Return how many sequences this rank has of ``block``.
+
+        It is None while the block is being prepared, and 0 if it could not be prepared.
+        """
         if self._blocks.get(block) is None:
             self.gather_blocks()
         held = self._blocks.get(block)
@@ -234,10 +237,10 @@ class DataPipeline:
     # --- the block in training -----------------------------------------------------------------
 
     def begin(self, block: int, sequences: int, start: int = 0) -> None:
-        """Serve ``sequences`` of ``block``, from the one numbered ``start`` on.
+        """Serve the first ``sequences`` sequences of ``block``, beginning with number ``start``.
 
-        ``start`` continues where a checkpoint's cursor was; it must be the same on all ranks.
-        Raises KeyError if the block is not ready, ValueError if it has fewer sequences.
+        ``start`` is the position of a checkpoint's cursor; it must be the same on all ranks.
+        Raises KeyError if the block was not requested, ValueError if it has fewer sequences.
         """
         held = self._blocks[block]
         have = 0 if held is None else len(held)
@@ -245,7 +248,7 @@ class DataPipeline:
             raise ValueError(f"block {block} has {have} sequences, {sequences} were ordered")
         now = time.monotonic()
         if self._begun_at is not None and self._served > 1:
-            # Count until the last batch and not until now, since training may have waited for this
+            # Measure up to the last batch, not up to now, since training may have waited for this
             # block.
             seconds = (self._served_at - self._begun_at) * self._served / (self._served - 1)
             self._train_seconds = _mean(self._train_seconds, seconds)
@@ -253,10 +256,10 @@ class DataPipeline:
         self._begun_at, self._served = now, 0
         self._current, self._sequences = block, sequences
         self._offset = start
-        # The blocks that were requested earlier were trained on, or had nothing.
+        # The blocks that were requested earlier have been trained on, or were empty.
         for earlier in [*itertools.takewhile(lambda each: each != block, self._blocks)]:
             del self._blocks[earlier]
-        with contextlib.suppress(OSError):  # the disk may be away, or read-only
+        with contextlib.suppress(OSError):  # the disk may be unavailable or read-only
             files = sorted(self._block_folder.glob(f"*{SUFFIX}"), key=lambda p: p.stat().st_mtime)
             for path in files[:-_KEPT_FILES]:
                 number = path.name.removesuffix(SUFFIX)
@@ -266,7 +269,7 @@ class DataPipeline:
             self._compare_speeds()
 
     def _compare_speeds(self) -> None:
-        """Start one more worker, or warn, if blocks are prepared more slowly than trained on."""
+        """Start one more worker, or warn, if preparing blocks is slower than training on them."""
         per_worker = self._prepare_seconds / len(self._workers)
         may_grow = self._settings.workers == "auto" and len(self._workers) < MOST_WORKERS
         if may_grow and per_worker > _NARROW * self._train_seconds:
@@ -281,16 +284,16 @@ class DataPipeline:
             )
         elif per_worker > self._train_seconds and self._slow_line():
             log.warning(
-                "Data is prepared more slowly (%.1f s per block) than it is trained on (%.1f s), "
+                "Preparing data is slower (%.1f s per block) than training on it (%.1f s), "
                 "so training will wait: raise --data.workers, and see docs/data.md",
                 per_worker,
                 self._train_seconds,
             )
 
     def next(self) -> torch.Tensor | None:
-        """Return int64 (micro-batch, sequence); None when the block is used up.
+        """Return the next batch, int64 (micro-batch, sequence); None when the block is used up.
 
-        A rest smaller than a micro-batch is dropped.
+        A remainder smaller than a micro-batch is dropped.
         """
         started = time.perf_counter()
         held = self._blocks.get(self._current)
@@ -309,8 +312,8 @@ class DataPipeline:
         return batch
 
     def missed(self, seconds: float) -> None:
-        """Note that the loop had nothing to train on; the next batch counts this wait."""
-        if self._served_at:  # before the first batch it is the time of the start
+        """Note that the loop had nothing to train on; the next batch's wait includes it."""
+        if self._served_at:  # a wait before the first batch is part of the start
             self._missed += seconds
 
     # --- position ------------------------------------------------------------------------------
@@ -318,8 +321,8 @@ class DataPipeline:
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON-able values.
 
-        The next sequence to serve is number ``offset`` of ``page_block``, of which ``sequences``
-        are served.
+        The next sequence to serve is number ``offset`` of block ``page_block``, whose first
+        ``sequences`` sequences are served.
         """
         position: dict[str, Any] = {
             "page_block": self._current,
@@ -333,10 +336,10 @@ class DataPipeline:
         return position
 
     def load_state_dict(self, cursor: dict[str, Any]) -> None:
-        """Have the block of a checkpoint's :meth:`state_dict` prepared again.
+        """Request the block that a checkpoint's :meth:`state_dict` names.
 
-        The loop then begins it with ``start=cursor["offset"]``. It holds the same tokens as before,
-        because prepared blocks stay on the disk.
+        The loop then begins it with ``start=cursor["offset"]``. It contains the same tokens as
+        before, because prepared blocks stay on the disk.
         """
         self._next_place = int(cursor.get("next", 0))
         self._returned = [int(place) for place in cursor.get("returned", [])]
@@ -347,15 +350,15 @@ class DataPipeline:
     # --- what was done -------------------------------------------------------------------------
 
     def counters(self) -> dict[str, int]:
-        """Return counts since the start, by name: pages, rows left out and why, failures."""
+        """Return counts since the start by name, such as pages, rows left out, and failures."""
         restarts = sum(worker.child.starts - 1 for worker in self._workers)
         return {**self._counts, "worker_restarts": restarts}
 
     @property
     def depth(self) -> int:
-        """The number of blocks to request ahead.
+        """The number of blocks to request ahead of time.
 
-        More while preparing one takes long compared with training on one.
+        It grows when preparing a block takes long compared with training on it.
         """
         if (fixed := self._settings.prefetch_blocks) != "auto":
             return fixed

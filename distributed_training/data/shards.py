@@ -1,10 +1,10 @@
 """Store packed tokens in files: shards of ``examples/pretokenize.py``, and prepared blocks.
 
-A file has ``magic`` (8 bytes), the length of the header (uint32, little endian), the header, and
-the tokens. The header is JSON, padded with blanks so that the data begins at a multiple of 64. The
-tokens are little endian: uint16 if the vocabulary has at most 65536 entries, and else uint32.
-The header names dtype, sequence length, number of sequences, the tokenizer's hash, its EOS id and
-vocabulary, and the SHA-256 of the tokens.
+A file consists of ``magic`` (8 bytes), the length of the header (uint32, little endian), the
+header, and the tokens. The header is JSON, padded with spaces so that the data begins at a multiple
+of 64 bytes. The tokens are little endian: uint16 if the vocabulary has at most 65536 entries,
+otherwise uint32. The header contains the dtype, the sequence length, the number of sequences, the
+tokenizer's hash, EOS id and vocabulary size, and the SHA-256 of the tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ITEM_BYTES = {"uint16": 2, "uint32": 4}
 
 
 class ShardError(ValueError):
-    """A file is not what it should be; the message says what is wrong with it."""
+    """A file is not a valid shard; the message says what is wrong with it."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ShardHeader:
     dtype: str
     sequence_length: int
     sequences: int
-    tokenizer: str  # what tokenizer_hash returns
+    tokenizer: str  # hash of the tokenizer, as tokenizer_hash returns it
     eos_id: int
     vocabulary: int
     sha256: str  # SHA-256 of the tokens as they are stored
@@ -56,7 +56,7 @@ def write_shard(
     extra: Mapping[str, Any] | None = None,
     durable: bool = True,
 ) -> ShardHeader:
-    """Write integer ``sequences`` (sequences, sequence_length), whole or not at all.
+    """Write integer ``sequences`` (sequences, sequence_length) completely or not at all.
 
     ``durable``: see :func:`~distributed_training.common.files.atomic_file`. Raises OSError.
     """
@@ -80,29 +80,29 @@ def write_shard(
 
 
 def read_header(path: Path) -> tuple[ShardHeader, int]:
-    """Return the header and the place where the data begins.
+    """Return the header and the offset at which the data begins.
 
-    Raises ShardError, OSError; the checksum is not compared.
+    Raises ShardError, OSError. The checksum is not verified.
     """
     with path.open("rb") as file:
         start = file.read(len(_MAGIC) + 4)
         if len(start) < len(_MAGIC) + 4 or start[: len(_MAGIC)] != _MAGIC:
             raise ShardError(f"{path} is not a file of tokens")
         length = int.from_bytes(start[len(_MAGIC) :], "little")
-        # Refuse a damaged length before the header is read into memory.
+        # Refuse a damaged length before reading the header into memory.
         if length > _LARGEST_HEADER:
             raise ShardError(f"{path} has a damaged header")
         text = file.read(length)
     try:
         header = ShardHeader(**json.loads(text))
-        # Data of another type (objects, floats) would be no tokens, or end the process.
+        # Refuse other dtypes: floats are not tokens, and objects could crash the process.
         size = len(start) + length + _ITEM_BYTES[header.dtype] * math.prod(_shape(header))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ShardError(f"{path} has a damaged header") from error
-    # Compare the size before mapping, since reading a map beyond the end of its file ends the
-    # process (SIGBUS).
+    # Compare the size before mapping the file, since reading a map beyond the end of its file kills
+    # the process (SIGBUS).
     if path.stat().st_size != size:
-        raise ShardError(f"{path} has {path.stat().st_size} bytes, its header says {size}")
+        raise ShardError(f"{path} has {path.stat().st_size} bytes, but its header says {size}")
     return header, len(start) + length
 
 
@@ -114,9 +114,10 @@ def _shape(header: ShardHeader) -> tuple[int, int]:
 
 
 def open_shard(path: Path, *, verify: bool = True) -> tuple[ShardHeader, np.ndarray[Any, Any]]:
-    """Return header and memory-mapped tokens (sequences, sequence_length).
+    """Return the header and the memory-mapped tokens (sequences, sequence_length).
 
-    Raises ShardError for a damaged file; ``verify`` reads it all and compares the checksum.
+    Raises ShardError for a damaged file. With ``verify``, all of it is read and its checksum
+    compared.
     """
     header, offset = read_header(path)
     shape = _shape(header)
@@ -126,5 +127,5 @@ def open_shard(path: Path, *, verify: bool = True) -> tuple[ShardHeader, np.ndar
         return header, np.zeros(shape, dtype=dtype)
     data: np.ndarray[Any, Any] = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape)
     if verify and hashlib.sha256(data.data).hexdigest() != header.sha256:
-        raise ShardError(f"{path} is corrupted: its tokens do not have the checksum of its header")
+        raise ShardError(f"{path} is corrupted: its tokens do not match the header's checksum")
     return header, data

@@ -1,11 +1,12 @@
-"""The kinds of ``--data.source``, by the word before the colon.
+"""The kinds of ``--data.source``, keyed by the word before the colon.
 
-A kind of your own is a function that returns a :class:`.page_source.PageSource`, and one line::
+To add your own kind, write a function that returns a :class:`.page_source.PageSource`, and put one
+line::
 
     SOURCES.register("counter", SourceKind(lambda opening: Counter()))
 
-in a module that ``--plugins`` names. The module that reads a kind's rows is imported when a source
-of that kind is opened, so a program that only checks its settings stays small.
+into a module that ``--plugins`` names. The module that reads a kind's rows is imported only when a
+source of that kind is opened, so a program that only checks its settings stays small.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .page_source import Counts, NothingToRead, PageSource, Pin, StdlibSource
 
 @dataclass(frozen=True)
 class Opening:
-    """How to open a source. ``cache``: folder for what is kept of the source, or None."""
+    """How to open a source. ``cache``: a folder in which to cache the source's data, or None."""
 
     settings: DataSettings
     spec: SourceSpec
@@ -35,7 +36,7 @@ class Opening:
 
     @property
     def folder(self) -> Path:
-        """The folder after the colon, of a kind that has one."""
+        """The folder after the colon, for a kind that has one."""
         assert self.spec.folder is not None
         return self.spec.folder
 
@@ -45,10 +46,11 @@ class SourceKind:
     """One kind of source.
 
     ``open`` returns the rows. It raises ConfigError, or PageUnavailable if a later try may
-    succeed; None stands for a kind whose rows nobody else can read. ``in_folder``: a folder stands
-    after the colon. ``for_trials``: no network's file may pin it. ``tokens``: a function, for a
-    kind without rows; it returns a ``block_builder.TokenSource`` for a ``WorkerSpec``, the
-    specification and the counters.
+    succeed. It is None for a kind whose rows nobody else can read. ``in_folder``: True if a folder
+    follows the colon. ``for_trials``: True for a kind meant for trials only, which a network's file
+    may not use. ``tokens``: for a kind without rows, a function that returns a
+    ``block_builder.TokenSource``, given a ``WorkerSpec``, the source's specification and the
+    counters.
     """
 
     open: Callable[[Opening], PageSource] | None = None
@@ -72,7 +74,7 @@ def kind_of(spec: SourceSpec) -> SourceKind:
 
 
 def check_folder(spec: SourceSpec) -> None:
-    """Raise ConfigError when the folder of ``--data.source`` does not exist."""
+    """Raise ConfigError if the folder of ``--data.source`` does not exist."""
     if spec.folder is not None and not spec.folder.is_dir():
         raise ConfigError(
             f"--data.source {spec.text}: {spec.folder} is no folder, so there is nothing to train "
@@ -81,10 +83,10 @@ def check_folder(spec: SourceSpec) -> None:
 
 
 class Source:
-    """The rows of ``--data.source``, opened when they are first asked for.
+    """The rows of ``--data.source``, opened on first use.
 
-    As long as that fails, each call tries again: a mount may come late, and a hub may return.
-    ``cache``: folder for what is kept of the source, such as where the rows of a file begin.
+    As long as that fails, each call tries again: a disk may be mounted late, and a hub may recover.
+    ``cache``: a folder in which to cache the source's data, such as the row groups' positions.
 
     Raises ConfigError for a folder that does not exist, and for a kind without rows.
     """
@@ -97,8 +99,8 @@ class Source:
         kind = kind_of(settings.spec)
         if kind.open is None:
             raise ConfigError(
-                f"--data.source {settings.spec.text} holds no rows that others read too, so pages "
-                "cannot be compared: give the network's data here"
+                f"--data.source {settings.spec.text} has no rows that others can read, so pages "
+                "cannot be compared: use the network's data here"
             )
         self._open = kind.open
         check_folder(settings.spec)
@@ -106,7 +108,7 @@ class Source:
     def num_rows(self) -> Mapping[str, int]:
         """Count the rows of each config.
 
-        Raises PageUnavailable: OtherData if it is not what the network's file pins.
+        Raises PageUnavailable: OtherData if the source does not match what the network's file pins.
         """
         if self._source is None:
             settings, source = self._opening.settings, self._open(self._opening)
@@ -117,11 +119,11 @@ class Source:
         return self._source.num_rows()
 
     def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
-        assert self._source is not None  # its rows were asked for before, to choose the page
+        assert self._source is not None  # num_rows() was called before, to choose the page
         return self._source.rows(config, row, split=split, limit=limit)
 
     def pin(self) -> Pin:
-        """Return what the source serves now; the revision is None if it names none.
+        """Return the pin of what the source serves now; its revision is None if it is unknown.
 
         Raises PageUnavailable.
         """
@@ -130,7 +132,7 @@ class Source:
         return self._pin_of(self._source)
 
     def _pin_of(self, source: PageSource) -> Pin:
-        revision = getattr(source, "revision", None)  # a hub names it
+        revision = getattr(source, "revision", None)  # only a hub source has it
         folder = self._opening.spec.folder
         if revision is None and folder is not None:
             from .parquet import folder_revision
@@ -140,9 +142,9 @@ class Source:
 
 
 def readable(settings: DataSettings) -> Pin:
-    """Read a page of ``--data.source`` and return what it serves.
+    """Read a page of ``--data.source`` to test it, and return the pin of what it serves.
 
-    Raises ConfigError, and PageUnavailable: NothingToRead if no miner could ever read it.
+    Raises ConfigError, and PageUnavailable: NothingToRead if no miner could ever read the source.
     """
     source = Source(settings)
     pin = source.pin()
@@ -159,11 +161,11 @@ def readable(settings: DataSettings) -> Pin:
     return pin
 
 
-# --- the product's own ----------------------------------------------------------------------------
+# --- built-in kinds -------------------------------------------------------------------------------
 
 
 def _open_hub(opening: Opening) -> PageSource:
-    share(HUB)  # set first, since the client of the hub reads the environment
+    share(HUB)  # set it first, since the hub's client reads the environment
 
     from .hub import HubSource
 

@@ -1,4 +1,4 @@
-"""Text to token ids: a byte-level tokenizer that needs no download, or one of Hugging Face's."""
+"""Text to token ids: a byte-level tokenizer that needs no download, or one from Hugging Face."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from .page_source import Counts
 
 log = logging.getLogger(__name__)
 
-#: The most characters of a row that are tokenized: for each wanted token, and in all. Otherwise a
-#: tokenizer would read the whole row, and 2 million characters take 3 s and 280 MB.
+#: The most characters of a row that are tokenized: per wanted token, and in total. Without a limit,
+#: a tokenizer would read the whole row, and 2 million characters take 3 s and 280 MB.
 _PER_TOKEN, LONGEST = 64, 2**21
 _BATCH = 2**20
 EOS = "<eos>"
-#: The next multiple of 8 above 256 bytes and EOS.
+#: The next multiple of 8 above the 257 ids of the 256 bytes and EOS.
 BYTE_VOCABULARY = 264
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Make a tokenizer of one token per byte of UTF-8 and EOS (256).
+    """Make a tokenizer with one token per UTF-8 byte, plus EOS (id 256).
 
-    Ids 0..255 are in the byte-level alphabet's order.
+    Ids 0 to 255 follow the order of the byte-level alphabet.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: i for i, character in enumerate(alphabet)}
@@ -45,10 +45,10 @@ def byte_tokenizer() -> Tokenizer:
 
 
 class TextTokenizer:
-    """A tokenizer by its ``tokenizer.json`` and its EOS id, as worker processes load it.
+    """A tokenizer loaded from its ``tokenizer.json``, with its EOS id, as data workers use it.
 
-    Shards carry ``hash``, by which tokenizers are told apart. ``vocabulary`` counts all ids, with
-    those that were added.
+    ``hash`` identifies the tokenizer; shards contain it. ``vocabulary`` is the number of ids,
+    including those of added tokens.
     """
 
     def __init__(self, path: Path, *, eos_id: int) -> None:
@@ -67,15 +67,15 @@ class TextTokenizer:
         vocabulary: int | None = None,
         counts: Counts | None = None,
     ) -> np.ndarray[Any, Any]:
-        """Cut each row to ``max_length`` tokens, add EOS, join all: int32 (tokens,).
+        """Cut each row to ``max_length`` tokens, add EOS, and join all rows: int32 (tokens,).
 
-        A row is left out if it has an id of ``vocabulary`` or more, which the model does not have,
-        or if the tokenizer fails at it. ``counts`` counts each kind of row. Do not call it from
-        several threads at once.
+        A row is left out if it has an id of ``vocabulary`` or above, which the model does not have,
+        or if the tokenizer fails on it. ``counts`` counts each kind of row. This method is not
+        thread-safe.
         """
         counts = counts or Counts()
         if self._truncated_at != max_length:
-            # As in transformers, special tokens that the tokenizer adds count and stay.
+            # As in transformers, special tokens that the tokenizer adds are kept, and count.
             self._tokenizer.enable_truncation(max_length)
             self._truncated_at = max_length
         longest = min(LONGEST, _PER_TOKEN * max_length)
@@ -85,7 +85,7 @@ class TextTokenizer:
                 if ids is None:
                     counts.add("rows_not_tokenized")
                     continue
-                # EOS comes after the cut to max_length, as at the validator.
+                # Append EOS after the cut to max_length, as the validator does.
                 ids.append(self.eos_id)
                 if vocabulary is not None and max(ids) >= vocabulary:
                     counts.add("rows_beyond_vocabulary")
@@ -95,7 +95,7 @@ class TextTokenizer:
         return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
 
     def _ids_of(self, rows: list[str]) -> list[list[int] | None]:
-        """Return the ids of each row, cut; None for one at which the tokenizer fails."""
+        """Return the truncated ids of each row, or None for a row on which the tokenizer fails."""
         with contextlib.suppress(ValueError), _foreign("of the data"):
             encodings = self._tokenizer.encode_batch_fast(rows, add_special_tokens=True)
             return [encoding.ids for encoding in encodings]
@@ -104,14 +104,14 @@ class TextTokenizer:
 
 @functools.cache
 def text_tokenizer(path: Path, eos_id: int) -> TextTokenizer:
-    """Return this process's one tokenizer of a file: a large one takes 100 MB."""
+    """Return the only tokenizer of this file in this process, since a large one takes 100 MB."""
     return TextTokenizer(path, eos_id=eos_id)
 
 
 def _batches(rows: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the rows in runs of about ``_BATCH`` characters.
+    """Yield the rows in batches of about ``_BATCH`` characters.
 
-    A tokenizer takes 135 bytes of memory per byte of text, until all of a batch is done.
+    A tokenizer takes 135 bytes of memory per byte of text until the whole batch is done.
     """
     batch: list[str] = []
     left = _BATCH
@@ -126,7 +126,7 @@ def _batches(rows: Iterable[str]) -> Iterator[list[str]]:
 
 
 def tokenizer_hash(path: Path) -> str:
-    """Return the SHA-256 of what a ``tokenizer.json`` says, whatever its layout.
+    """Return the SHA-256 of the content of a ``tokenizer.json``, independent of its layout.
 
     Raises OSError, ValueError.
     """
@@ -136,12 +136,12 @@ def tokenizer_hash(path: Path) -> str:
 
 
 def build_tokenizer(name: str, folder: Path, *, revision: str | None = None) -> tuple[Path, int]:
-    """Write ``tokenizer.json`` of ``name`` into ``folder``; return its path and EOS id.
+    """Write the ``tokenizer.json`` of ``name`` into ``folder``; return its path and EOS id.
 
     ``bytes`` names the byte-level tokenizer; anything else is a name or folder for transformers'
-    AutoTokenizer, which can also load the folder that is written here. ``revision``: the commit of
-    a name at the hub; None is the newest. Raises ValueError if the tokenizer has no EOS or no fast
-    form, is damaged or cannot be fetched, and OSError if it cannot be written.
+    AutoTokenizer, which can also load the folder that is written here. ``revision``: the commit at
+    the hub; None for the newest. Raises ValueError if the tokenizer has no EOS or no fast form, is
+    damaged or cannot be fetched, and OSError if it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "tokenizer.json"
@@ -163,9 +163,9 @@ def build_tokenizer(name: str, folder: Path, *, revision: str | None = None) -> 
         if tokenizer is None or eos_id is None:
             raise ValueError(
                 f"the tokenizer {name} has no {'EOS token' if tokenizer else 'fast form'}, so rows "
-                "cannot be told apart: give another one as tokenizer.name of the network's file"
+                "cannot be told apart: set another tokenizer.name in the network's file"
             )
-        # A tokenizer.json may bring limits of its own; only data.max_length cuts rows.
+        # Remove limits that a tokenizer.json may set; only data.max_length may cut rows.
         tokenizer.no_truncation()
         tokenizer.no_padding()
     assert tokenizer is not None and eos_id is not None
@@ -174,13 +174,13 @@ def build_tokenizer(name: str, folder: Path, *, revision: str | None = None) -> 
     write_bytes(path, text.encode(), durable=False)
     with _foreign(name):
         TextTokenizer(path, eos_id=eos_id)
-        tokenizer.encode("one two")  # some faults show at the first row
+        tokenizer.encode("one two")  # some faults appear only when a row is encoded
     return path, eos_id
 
 
 def name_of_folder(folder: Path) -> str:
-    """Return the name of a folder's tokenizer: its path, or ``bytes`` if it is that one."""
-    # Ignore a damaged file, since the program that loads it says what is wrong.
+    """Return the name of a folder's tokenizer: ``bytes`` if it is that one, else its path."""
+    # Ignore a damaged file: the program that loads it will say what is wrong.
     with contextlib.suppress(OSError, ValueError):
         content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         if content == json.loads(byte_tokenizer().to_str()):
@@ -189,13 +189,13 @@ def name_of_folder(folder: Path) -> str:
 
 
 def load_pretrained(name: str, *, revision: str | None = None) -> Any:
-    """Load a tokenizer of transformers, by name or folder; code of its own is never run.
+    """Load a tokenizer with transformers, by name or folder; never run code that comes with it.
 
-    Raises ValueError; its cause is what transformers raised.
+    Raises ValueError; its cause is the error that transformers raised.
     """
     from transformers import AutoTokenizer
 
-    share(HUB)  # set first, since the client of the hub reads the environment
+    share(HUB)  # set it first, since the hub's client reads the environment
     how: dict[str, Any] = {"use_fast": True, "trust_remote_code": False, "revision": revision}
     if revision is None:
         del how["revision"]
@@ -205,11 +205,11 @@ def load_pretrained(name: str, *, revision: str | None = None) -> Any:
 
 @contextlib.contextmanager
 def _foreign(name: str) -> Iterator[None]:
-    """Raise ValueError, in one line, for whatever reading the tokenizer ``name`` raises."""
+    """Raise ValueError with a one-line message for any error while reading tokenizer ``name``."""
     try:
         yield
-    # Damaged files make transformers raise errors of any kind, and a panic of its library is not
-    # even an Exception.
+    # Damaged files make transformers raise errors of any kind, and a panic in its Rust library is
+    # not even an Exception.
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -218,10 +218,10 @@ def _foreign(name: str) -> Iterator[None]:
             why = f"{type(error).__name__}: {why}"
         if "trust_remote_code" in why:
             why = (
-                "it needs code of its own, which is never run: make a folder of its "
-                "tokenizer.json and of a tokenizer_config.json without auto_map"
+                "it needs its own code, which is never run: make a folder with its "
+                "tokenizer.json and a tokenizer_config.json without auto_map"
             )
         raise ValueError(
             f"the tokenizer {name} cannot be read ({why:.300}), so there is no text to train on: "
-            "correct tokenizer.name of the network's file, or the files of its folder"
+            "correct tokenizer.name in the network's file, or the files in its folder"
         ) from error

@@ -1,1 +1,1 @@
-"""The ways in which a network exchanges pseudo-gradients: through a store, or over hivemind."""
+"""The two ways in which a network exchanges pseudo-gradients: through a store or over hivemind."""

@@ -1,11 +1,11 @@
 """Keep a member's own copy of a store network's chain, and refuse another history.
 
-No object of the store counts unless the master has signed it. The chain only ever grows, so a state
-with a smaller serial is an old state, and a manifest that follows another manifest than ours is
-part of another history. So the newest state and all manifests that were seen stay on the disk, also
-over a restart. Two valid manifests of one outer step prove that the master's key signed two
-histories. Only its owner can say which of them holds, so nothing is applied before a recovery,
-which begins the chain again above both.
+No object in the store counts unless the master has signed it. The chain only ever grows, so a state
+with a smaller serial is an old state, and a manifest that follows a different manifest than ours is
+part of another history. So the newest state and all manifests seen so far are kept on the disk,
+also across restarts. Two valid manifests of one outer step prove that the master's key signed two
+histories. Only the owner of that key can say which history is valid, so nothing is applied before a
+recovery, which restarts the chain above both.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from distributed_training.store.base import ObjectInfo, is_md5, same_etag
 from distributed_training.store.bucket_reader import BucketReader, StateUnavailable
 from distributed_training.store.errors import IntegrityError, StoreError
 
-_AT_ONCE = 8  # manifests that are fetched at once
+_AT_ONCE = 8  # manifests that are fetched in parallel
 _Kind = TypeVar("_Kind", State, Manifest)
 
 log = logging.getLogger(__name__)
 
 
 class ForkError(StateUnavailable):
-    """The master signed two manifests of one outer step; the text names both."""
+    """The master signed two manifests of one outer step; the message names both."""
 
 
 class OlderStateError(StateUnavailable):
-    """The store shows an older state than one that was seen: it answers late, or lost objects."""
+    """The store shows an older state than one seen before: it lags behind, or has lost objects."""
 
 
 class ChainCopy:
     """The chain as far as this member has seen it, in ``folder``. Its methods raise StoreError.
 
-    ``forked``: the line about two valid manifests of one outer step that no recovery explains.
+    ``forked``: a line about two valid manifests of one outer step, until a recovery settles it;
+    otherwise empty.
     """
 
     def __init__(self, reader: BucketReader, folder: Path, master: Master) -> None:
@@ -51,18 +52,18 @@ class ChainCopy:
         self._master = master
         self.forked = self._describe_fork()
         self._etag = ""  # etag of the newest state's object
-        # The newest state ever seen, also by an earlier process.
+        # The newest state ever seen, even by an earlier process.
         self._newest = self._read("state", State, "an older state would not be noticed")
 
     def _describe_fork(self) -> str:
-        """Return the line about two valid manifests that were seen; empty: there never were."""
+        """Return the line about two valid manifests that were seen; empty if there are none."""
         for path in sorted(self._folder.glob("*.other.json")):
             name = path.name.partition(".")[0]
             return (
                 f"The network's master has signed two manifests of outer step {name}: "
-                f"{self._path(name)} and {path}. A bucket that was put back from a copy explains "
-                "that, and so does a stolen key. Nothing is applied or sent until the founder says "
-                "which one holds by dt-network recover; then this member continues by itself"
+                f"{self._path(name)} and {path}. The bucket was restored from a backup, or the "
+                "master's key was stolen. Nothing is applied or sent until the founder runs "
+                "dt-network recover to say which is valid; then this member continues on its own"
             )
         return ""
 
@@ -95,27 +96,27 @@ class ChainCopy:
                 write_bytes(self._path("state"), data)
             self._newest = state
             md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
-            # A cache may answer with older bytes than HEAD described. Then the next one asks again.
+            # A cache may return older bytes than HEAD described. Then the next call asks again.
             old = info is None or (is_md5(info.etag) and not same_etag(info.etag, md5))
             self._etag = "" if info is None or old else info.etag
         if self.forked:
             raise ForkError(self.forked)
-        # A finished network has no newer state.
+        # A finished network publishes no newer state.
         if state.expires < now and not state.finished:
             raise StateUnavailable(
                 f"{keys.STATE} of outer step {state.outer_step} has expired at "
                 f"{datetime.fromtimestamp(state.expires, UTC):%Y-%m-%d %H:%M:%S} UTC: nobody leads "
-                "the network now; training continues, and no upload is made before there is a "
+                "the network now; training continues, and nothing is uploaded until there is a "
                 "newer one"
             )
         return state
 
     def link(self, first: int, state: State) -> int | None:
-        """Fetch the manifests from ``first`` to the state's, and check that each follows the last.
+        """Fetch the manifests from ``first`` to the state's; check that each follows the previous.
 
-        Where the founder has recovered the network since ``first``, the chain begins at that
-        recovery. Returns the outer step to which the network has gone back on the way, or None if
-        it has not gone back. Raises StateUnavailable, and ForkError.
+        If the founder has recovered the network since ``first``, the chain begins at that recovery.
+        Returns the outer step that the network went back to on the way, or None if it did not go
+        back. Raises StateUnavailable, and ForkError.
         """
         back, before = None, self.copy(state.outer_step)
         try:
@@ -152,7 +153,7 @@ class ChainCopy:
         return manifest
 
     def copy(self, outer_step: int) -> Manifest | None:
-        """Return our copy of a manifest; None: it was never seen. Nobody is asked."""
+        """Return our copy of a manifest, without asking the store; None if it was never seen."""
         return self._read(outer_step, Manifest, "it is fetched again")
 
     def _check_history(self, state: State, before: State) -> None:
@@ -165,12 +166,12 @@ class ChainCopy:
             if state.serial >= before.serial and state.outer_step >= before.outer_step:
                 raise
             raise OlderStateError(
-                f"{error}. Nothing is taken from it; if this lasts, the bucket was put back from a "
-                "copy, and the founder runs dt-network recover"
+                f"{error}. Nothing is taken from it; if this lasts, the bucket was restored from a "
+                "backup, and the founder must run dt-network recover"
             ) from None
 
     def _settle_fork(self, state: State) -> None:
-        """Forget the two histories if the state belongs to a recovery since. Raises ForkError."""
+        """Forget the two histories if the state follows a later recovery; else raise ForkError."""
         head, _ = self._fetch(state.outer_step)
         _check_head(state, head)
         forks = list(self._folder.glob("*.other.json"))
@@ -181,7 +182,7 @@ class ChainCopy:
         self.forked = ""
 
     def _find_another(self, outer_step: int) -> None:
-        """Raise ForkError if the store has a valid manifest that is not the one we know."""
+        """Raise ForkError if the store has a valid manifest that differs from the one we have."""
         try:
             theirs, data = self._fetch(outer_step)
         except (StoreError, ValueError):

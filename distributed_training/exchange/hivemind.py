@@ -1,12 +1,12 @@
 """Follow a network over hivemind: the rounds of :mod:`.store_rounds`, and an all-reduce in each.
 
-Each member orders its *peer process* (:mod:`.hivemind_peer`) to average the values that its upload
-for a close decodes to. The validator takes part with zeros, and may publish the average as the
-update instead of the merge of the uploads (:mod:`distributed_training.validator.average`). A member
-only ever applies the file that the validator publishes. So an all-reduce that fails, hangs or is
-falsified costs the average of one round, never the round or another member.
+Each member orders its *peer process* (:mod:`.hivemind_peer`) to average the decoded values of its
+upload for a close. The validator takes part with zeros, and may publish the average as the update
+instead of the merge of the uploads (:mod:`distributed_training.validator.average`). A member only
+ever applies the file that the validator publishes. So if an all-reduce fails, hangs or is
+falsified, only the average of one round is lost, never the round or another member.
 
-This module needs no hivemind: only the peer process imports it.
+This module does not need hivemind: only the peer process imports it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .store_rounds import StoreRounds
 
 log = logging.getLogger(__name__)
 
-#: Causes of a refusal that are not the fault of what a member averages.
+#: Causes of a refusal that say nothing against the values that a member averages.
 NO_FAULT = frozenset({"late", "not-judged"})
-HANGS = 15.0  # seconds after the end of an order in which a peer process must answer
+HANGS = 15.0  # seconds that a peer process has to answer after the end of an order
 
 
 class NoAllReduce(Exception):
@@ -42,21 +42,21 @@ class NoAllReduce(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """Hold the settings with which a peer process starts. Times are in seconds."""
+    """The settings that a peer process starts with. Times are in seconds."""
 
     schema: Schema
     run_id: str
     identity: str  # path of the key file
     listen: str
     port: int
-    address: str = ""  # full, to announce, without peer id; empty: p2pd's own guess
-    gather: float = 6.0  # seconds for matchmaking
-    chunk: float = 20.0  # without a byte of a peer
+    address: str = ""  # full address to announce, without peer id; if empty, p2pd guesses it
+    gather: float = 6.0  # time for matchmaking
+    chunk: float = 20.0  # longest time without a byte from a peer
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The peer process listens. ``address``: its own, as it knows it: ``/ip4/.../tcp/PORT/...``."""
+    """The peer process listens. ``address``: where, as it sees it, ``/ip4/.../tcp/PORT/...``."""
 
     peer_id: str
     address: str
@@ -64,24 +64,27 @@ class Ready:
 
 @dataclass(frozen=True)
 class Order:
-    """Average once."""
+    """An order to average once."""
 
     serial: int
     at: float  # when it begins, in Unix seconds by this machine's clock
     ends: float  # when it must have ended, by the same clock
     members: tuple[tuple[str, str, int], ...]  # the others: peer id, address, uid
     leader: str  # peer id of the validator, which reduces nothing
-    usual: float  # norm of an upload, by the last manifest
+    usual: float  # usual norm of an upload, from the last manifest
     upload: str = ""  # file whose values are averaged; empty: zeros with nearly no weight
-    average: str = ""  # file to write the average into; empty: it is not kept
+    average: str = ""  # file to write the average into; empty if it is not kept
 
     @property
     def longest(self) -> float:
-        """Norm to which longer uploads are clipped, as in a merge; a longer average is refused."""
+        """Largest norm, as in a merge: uploads are clipped to it, a longer average is refused."""
         return 2.0 * self.usual
 
     def scale(self, values: int) -> float:
-        """Return the power of two that brings ``values`` of an upload to about 1, for float16."""
+        """Return the power of two that scales an upload to values of about 1, for float16.
+
+        ``values``: how many values the upload has.
+        """
         return 2.0 ** round(math.log2(math.sqrt(values) / self.usual))
 
 
@@ -90,16 +93,16 @@ class Answer:
     """The result of an order."""
 
     serial: int
-    # Peer id and reduced values of each peer, in their order
+    # for each peer, in the group's order: its peer id, and how many values it reduced
     shares: tuple[tuple[str, int], ...] = ()
     failed: str = ""  # why there is no average
 
 
 @dataclass(frozen=True)
 class Membership:
-    """The members who average, and the time at which they do."""
+    """The members who average, and when they do."""
 
-    neurons: Callable[[], Sequence[Neuron]]  # as last read
+    neurons: Callable[[], Sequence[Neuron]]  # as last read from the chain
     hotkey: str  # ours
     master: str  # the validator's hotkey
     average_after: float  # seconds after a close
@@ -109,12 +112,12 @@ class Membership:
     ) -> Order:
         """Return the order for a close. A member that ``manifest`` refuses sits it out.
 
-        ``now``: the time by the store's clock. ``manifest``: the last one. ``file``: ``upload`` or
-        ``average``. Raises NoAllReduce, ChainError.
+        ``now``: the time by the store's clock. ``manifest``: the last manifest. ``file``: the
+        order's ``upload`` or ``average``. Raises NoAllReduce, ChainError.
         """
         merged = [each for each in manifest.merged if each.factor] if manifest else []
         if manifest is None or not merged:
-            raise NoAllReduce("nothing was merged before, so no norm is known to go by")
+            raise NoAllReduce("nothing was merged before, so the usual norm is not known")
         refused = {one.hotkey for one in manifest.refused if one.cause not in NO_FAULT}
         if self.hotkey in refused:
             raise NoAllReduce("the last upload of this member was refused")
@@ -142,7 +145,7 @@ def start_peer(
     answered: Callable[[Answer], None],
     module: str = "distributed_training.exchange.hivemind_peer",
 ) -> ChildProcess:
-    """Start a peer process, which takes each :class:`Order` that it is sent. Raises OSError.
+    """Start a peer process, which carries out each :class:`Order` sent to it. Raises OSError.
 
     A thread calls ``ready`` after each start, and ``answered`` after each order unless the process
     ends or hangs meanwhile.
@@ -159,10 +162,10 @@ def start_peer(
 
 
 class HivemindRounds(StoreRounds):
-    """Follow the network, and take part in the all-reduce of each close that we upload for.
+    """Follows the network, and takes part in the all-reduce of each close that we upload for.
 
     Args:
-        membership: Finds the others.
+        membership: Finds the other members.
         open_peer: Starts the peer process, given a schema and the function that gets its answers.
     """
 
@@ -184,12 +187,12 @@ class HivemindRounds(StoreRounds):
         super().start(post, outer_step=outer_step, schema=schema)
 
     def _send(self, close: Close, uplink: Uplink) -> None:
-        """Order the all-reduce of what the upload decodes to, also after a kill, and send it."""
+        """Order the all-reduce of the upload's values, even after a kill, and send the upload."""
         if close.serial and close.serial != self._ordered:  # progress is for no close
             self._ordered = close.serial
             try:
                 self._order(close)
-            except Exception:  # the upload counts without its average too
+            except Exception:  # the upload counts even without an average
                 log.exception("Unexpected error while ordering an all-reduce; please report it")
         super()._send(close, uplink)
 

@@ -2,15 +2,15 @@
 
     python -m distributed_training.exchange.hivemind_peer DESCRIPTOR
 
-It holds hivemind's DHT and a subclass of hivemind's averager, in server mode. For each
-:class:`~.hivemind.Order` it connects to the members, copies what their own upload decodes to, and
-averages once. A member throws the average away, since it applies the validator's file only; the
+It runs hivemind's DHT and a subclass of hivemind's averager, in server mode. For each
+:class:`~.hivemind.Order` it connects to the members, loads the decoded values of its own upload,
+and averages once. A member discards the average, since it applies only the validator's file; the
 validator's peer sends zeros and writes the average into a file.
 
 hivemind checks nobody's identity outside its DHT, and its reducer sums whatever it gets. So this
-averager takes part only with members, by the identity that their connection has proved, and its
-reducer refuses what no honest member sends. What it returns may still be false: a reducer may lie.
-The validator compares.
+averager takes part only with members, whose identity their connection has proved, and its reducer
+refuses values that no honest member sends. The average may still be false, since another member's
+reducer may lie: the validator compares it with the uploads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, AsyncIterator  # noqa: UP035 - hivemind knows streams by this name only
+from typing import Any, AsyncIterator  # noqa: UP035 - hivemind detects streams by this name only
 
 import hivemind
 import psutil
@@ -58,14 +58,14 @@ from distributed_training.protocol.update_file import UpdateFile
 
 log = logging.getLogger(__name__)
 
-LONGEST = 10.0  # times the usual norm of an upload: a longer part is refused
+LONGEST = 10.0  # multiple of an upload's usual norm: a part with a larger norm is refused
 _MEET = 10.0  # seconds for connecting to all members
-_LAST_WORD = 5.0  # seconds in which a follower hears that its group begins
+_LAST_WORD = 5.0  # seconds that a follower has to hear that its group begins
 _WITNESS = 1e-6  # weight of the validator, which sends zeros
-_START = 60  # seconds in which its DHT and averager must start
-_FAILURES = 2  # in a row, after which all processes end, and the parent starts them again
-_LONGEST_PLACE = 50  # characters of the folder in which sockets can be made
-_LOOK = 0.5  # seconds between two looks at processes whose end ends all
+_START = 60  # seconds that the DHT and the averager have to start
+_FAILURES = 2  # consecutive failures after which all processes end, and the parent restarts them
+_LONGEST_PLACE = 50  # characters of a folder's path, at most, so that sockets fit into it
+_LOOK = 0.5  # seconds between two checks of the processes that this one must not outlive
 
 # In the averager's process: the peers that may take part in this round.
 _members: set[PeerID] = set()
@@ -73,9 +73,9 @@ _first = psutil.Process()  # this module's own process; the others are its forks
 
 
 def _end_with(processes: Sequence[psutil.Process]) -> None:
-    """End this process and its group when one of ``processes`` has ended. Starts a thread.
+    """Start a thread that ends this process and its group once one of ``processes`` has ended.
 
-    PR_SET_PDEATHSIG reaches no grandchild, and p2pd knows nothing of us.
+    PR_SET_PDEATHSIG does not reach grandchildren, and p2pd does not know about us.
     """
 
     def watch() -> None:
@@ -87,23 +87,23 @@ def _end_with(processes: Sequence[psutil.Process]) -> None:
 
 
 def _own_scratch(identity: Path) -> Path:
-    """Return a new folder in which all sockets and pipes of this peer lie from here on.
+    """Return a new folder for all sockets and pipes of this peer from now on.
 
     These processes end by SIGKILL, so hivemind never removes its files: after weeks of restarts
-    there would be thousands in /tmp. A stop removes the folder, and a start the one that a kill has
-    left: a file next to ``identity`` names it. Raises OSError.
+    there would be thousands in /tmp. A stop removes the folder. A start removes the folder that a
+    kill has left behind: a file next to ``identity`` names it. Raises OSError.
     """
     note, prefix = identity.with_name("peer-scratch"), "dt-peer-"
     with contextlib.suppress(OSError, ValueError):
         if (left := Path(note.read_text())).name.startswith(prefix):
             shutil.rmtree(left, ignore_errors=True)
     usual = tempfile.gettempdir()
-    # The path of a socket has at most 107 characters, and the folder of a job may have more.
+    # A socket's path has at most 107 characters, and a job's temporary folder may be longer.
     place = usual if len(usual) <= _LONGEST_PLACE else "/tmp"
     scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
-    with contextlib.suppress(OSError):  # a full disk: the folder stays after a kill
+    with contextlib.suppress(OSError):  # on a full disk the folder stays behind after a kill
         note.write_text(str(scratch))
-    # Torch removes the folder of its shared memory itself, and aborts if that is gone already.
+    # Torch removes its shared-memory folder itself, and aborts if that is already gone.
     os.environ["TMPDIR"], tempfile.tempdir = place, str(scratch)
     P2P._UNIX_SOCKET_PREFIX = f"/unix{scratch}/"
     return scratch
@@ -118,7 +118,7 @@ class Node(hivemind.DHT):
 
 
 class SharedTensor(Tensor):
-    """A tensor in memory that forked processes share already.
+    """A tensor in memory that forked processes already share.
 
     hivemind's constructor would copy it into /dev/shm, which has 64 MB in a container.
     """
@@ -144,26 +144,26 @@ class Reducer(TensorPartReducer):
         self, sender_index: int, part_index: int, tensor_part: Tensor, weight: float = 1.0
     ) -> Tensor:
         norm = float(torch.linalg.vector_norm(tensor_part))
-        # "Not below", for NaN.
+        # "not <=" is also true for NaN.
         if not norm <= self.limit or not 0.0 < weight <= 1.0:
             log.warning(
                 "What %s sent in the all-reduce is refused: its part %d has norm %.3g (limit %.3g) "
                 "and weight %.3g",
                 *(self.senders[sender_index], part_index, norm, self.limit, weight),
             )
-            raise BannedException(f"sender {sender_index}")  # the runner leaves it out from here on
+            raise BannedException(f"sender {sender_index}")  # the runner then ignores this sender
         return await super().accumulate_part(sender_index, part_index, tensor_part, weight)
 
 
 class Discarded(TensorPartContainer):
-    """Keeps no results: a member throws them away, and they may be all values of the model."""
+    """Keeps no results: a member discards them, and they may be as large as the model."""
 
     def register_processed_part(self, peer_index: int, part_index: int, part: Tensor) -> None:
         super().register_processed_part(peer_index, part_index, torch.zeros(1).expand(part.shape))
 
 
 class Runner(AllReduceRunner):
-    """hivemind's all-reduce with our reducer; ``sizes``: values that each peer reduces."""
+    """hivemind's all-reduce with our reducer; ``sizes``: how many values each peer reduces."""
 
     def __init__(self, *, limit: float, keeps: bool, **given: Any) -> None:
         super().__init__(**given)
@@ -176,8 +176,8 @@ class Runner(AllReduceRunner):
         self.sizes = [sum(part.numel() for part, _ in each) for each in parts]
 
     def should_delay_results(self, peer_id: PeerID) -> bool:
-        # With a delay the validator, which reduces nothing, would get its first part only after all
-        # that members send each other, and would have given up before.
+        # With a delay the validator, which reduces nothing, would get its first part only after the
+        # members have sent each other everything, and would have given up by then.
         return False
 
 
@@ -185,10 +185,10 @@ class Averager(DecentralizedAverager):
     """hivemind's averager among members."""
 
     runner_class = Runner
-    _order: Order  # the order that is carried out
+    _order: Order  # the order that is being carried out
 
     def begin_round(self, order: Order) -> None:
-        """Let a round begin, among the members of an order and under its own group key."""
+        """Begin a round among the members of an order, under the order's own group key."""
         future = MPFuture()
         self._outer_pipe.send(("_begin_round", [order, future], {}))
         future.result()
@@ -230,15 +230,15 @@ class Averager(DecentralizedAverager):
     ) -> Any:
         peers = group_info.peer_ids
         if strangers := set(peers) - _members:
-            raise AllreduceException(f"its leader named {len(strangers)} who are no members")
+            raise AllreduceException(f"its leader named {len(strangers)} peers that are no members")
         try:
-            # With hivemind's own time limit a task that nobody awaits would raise TimeoutError, and
-            # asyncio would log that nobody retrieved it.
+            # With hivemind's own timeout, a task that nothing awaits would raise TimeoutError, and
+            # asyncio would log that its exception was never retrieved.
             async with asyncio.timeout(self._order.ends - time.time()):
                 runner = await self._reduce(group_info, peers, given)
         except TimeoutError:
             raise AllreduceException(
-                "it had not ended with the grace of the close, so some link is too slow for it"
+                "it had not ended when the close's grace ended, so some link is too slow for it"
             ) from None
         if lost := runner.tensor_part_container.failed_size:
             raise AllreduceException(f"{lost / self.total_size:.1%} of the values have no average")
@@ -247,7 +247,7 @@ class Averager(DecentralizedAverager):
     async def _reduce(
         self, group_info: GroupInfo, peers: Sequence[PeerID], given: Mapping[str, Any]
     ) -> Runner:
-        """Average the tensors with these peers; return what has done it."""
+        """Average the tensors with these peers; return the runner that did it."""
         async with enter_asynchronously(self.get_tensors()) as tensors:
             runner = self.runner_class(
                 limit=LONGEST * self._order.usual * self._order.scale(self.total_size),
@@ -258,8 +258,9 @@ class Averager(DecentralizedAverager):
                 tensors=tensors,
                 group_id=group_info.group_id,
                 ordered_peer_ids=peers,
-                # hivemind balances by the bandwidth and mode that each peer gives, which it may
-                # forge, and by a solver that SciPy no longer has. So all members reduce as much.
+                # hivemind balances the shares by the bandwidth and mode that each peer reports,
+                # which a peer may forge, and with a solver that SciPy no longer has. So here all
+                # members reduce equal shares.
                 peer_fractions=[float(str(peer) != self._order.leader) for peer in peers],
                 **given,
             )
@@ -270,7 +271,7 @@ class Averager(DecentralizedAverager):
 
 
 async def _meet(_: Any, node: Any, members: Sequence[tuple[str, str, int]]) -> None:
-    """Connect to all ``members`` at once, and wait for none longer than for another."""
+    """Connect to all ``members`` in parallel, with the same time limit for each."""
 
     async def meet(peer: str, address: str, _: int) -> None:
         async with asyncio.timeout(_MEET):
@@ -333,13 +334,13 @@ class Peer:
                 with self._averager.get_tensors() as tensors:
                     write_average(Path(order.average), names, tensors, scale)
             return Answer(order.serial, tuple(group))
-        except Exception as error:  # noqa: BLE001 - of hivemind, peers' bytes, a disk
+        except Exception as error:  # noqa: BLE001 - from hivemind, peers' bytes or the disk
             return Answer(order.serial, failed=(str(error) or type(error).__name__)[:300])
 
     def _fill(self, order: Order, scale: float) -> None:
-        """Copy what the upload decodes to into the tensors, clipped, times ``scale``.
+        """Fill the tensors with the upload's decoded values, clipped and multiplied by ``scale``.
 
-        Without an upload they are zeros.
+        Without an upload, fill them with zeros.
         """
         schema = self._settings.schema
         file = UpdateFile.reopen(Path(order.upload), schema) if order.upload else None
@@ -355,22 +356,22 @@ class Peer:
 
 
 def _own_the_log() -> None:
-    """Let what hivemind logs go where our lines go; its own handler writes stacks, unmasked."""
-    if os.environ.get("HIVEMIND_LOGLEVEL") != "DEBUG":  # who debugs wants the stacks
+    """Send hivemind's log lines where ours go: its own handler writes stacks, and masks nothing."""
+    if os.environ.get("HIVEMIND_LOGLEVEL") != "DEBUG":  # for debugging, keep the stacks
         use_hivemind_log_handler("nowhere")
-        # It logs each average that fails as an error, and our answer says why it failed.
+        # It logs each failed average as an error, but our answer already says why it failed.
         logging.getLogger(averager.__name__).setLevel(logging.CRITICAL)
     log.setLevel(logging.INFO)
 
 
 def main(peer_class: type[Peer] = Peer) -> None:
-    """Carry out the parent's orders until a process ends; ``peer_class``: another one in tests.
+    """Carry out the parent's orders until a process ends. ``peer_class``: replaced in tests.
 
-    The parent starts all processes again when this one ends: by SIGALRM if it hangs, and after
-    failures in a row, since a DHT that has lost all peers never finds them again.
+    The parent restarts all processes when this one ends. It ends by SIGALRM if it hangs, and after
+    consecutive failures, since a DHT that has lost all its peers never finds them again.
     """
     parent_process = _first.parent()
-    with contextlib.suppress(OSError):  # it leads a session already
+    with contextlib.suppress(OSError):  # it already leads a session
         os.setpgid(0, 0)
     write_stacks_on_signal()
     parent = ParentConnection(plugins=False)
@@ -387,13 +388,13 @@ def main(peer_class: type[Peer] = Peer) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
-    # For the parent's signal; set only now, so that no fork inherits it.
+    # This handles the parent's signal. It is set only now, so that no fork inherits it.
     signal.signal(signal.SIGTERM, end)
     assert parent_process is not None
-    # End with the DHT and p2pd, without which an averager only fails.
+    # End together with the DHT and p2pd, since an averager can only fail without them.
     _end_with([parent_process, *_first.children(recursive=True)])
     parent.send(peer.ready)
-    with contextlib.suppress(EOFError, OSError):  # the parent is gone: no order comes any more
+    with contextlib.suppress(EOFError, OSError):  # the parent is gone, so no more orders come
         while failures < _FAILURES:
             order = parent.receive()
             signal.alarm(math.ceil(max(0.0, order.ends - time.time()) + HANGS))

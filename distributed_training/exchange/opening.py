@@ -1,4 +1,4 @@
-"""Open the exchange that a network's file names, and over hivemind the DHT peer that it needs."""
+"""Open the exchange that the network's file names and, for hivemind, the DHT peer it needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MATCHMAKING = (2.0, 15.0)  # seconds, least and most: a tenth of what an all-reduce has
+_MATCHMAKING = (2.0, 15.0)  # seconds, least and most; otherwise a tenth of the all-reduce's time
 _CHECK = 5.0  # seconds for a connection to our own port
 
 
@@ -40,11 +40,11 @@ def open_exchange(
     uploads: ObjectStore,
     at_head: Callable[[], object],
 ) -> StoreRounds:
-    """Return the network's exchange, which is not started.
+    """Return the network's exchange, not yet started.
 
     Args:
         config: The configuration, with the network's file.
-        member: Who takes part.
+        member: The member that takes part.
         folder: The run folder.
         store: The network's bucket.
         uploads: The bucket for this member's uploads.
@@ -52,7 +52,7 @@ def open_exchange(
     """
     kind: Callable[..., StoreRounds] = StoreRounds
     if config.averages:
-        # Import it only here: a member of a store network has nothing of hivemind in its memory.
+        # Import it only here, so that a member of a store network loads nothing for hivemind.
         from .hivemind import HivemindRounds, Membership
 
         master, after = (
@@ -75,7 +75,7 @@ def open_exchange(
 
 
 def uploads_folder(folder: Path) -> Path:
-    """Return where this member's uploads are written, in its run folder."""
+    """Return the folder inside the run folder to which this member's uploads are written."""
     return folder / "exchange" / "uploads"
 
 
@@ -97,13 +97,13 @@ def open_peer(
         port=swarm.dht_port,
         address=f"/ip4/{swarm.dht_ip}/tcp/{port}" if swarm.dht_ip and port else "",
         gather=min(max(left / 10, _MATCHMAKING[0]), _MATCHMAKING[1]),
-        chunk=max(5.0, left / 3),  # a validator that fetches and judges holds up its own peer
+        chunk=max(5.0, left / 3),  # a validator that is fetching and judging slows its peer down
     )
     return start_peer(settings, ready=partial(announce_peer, config, member), answered=answered)
 
 
 def announce_peer(config: Config, member: Member, peer: Ready) -> None:
-    """Write to the chain where our peer is, and log whether this machine reaches it there."""
+    """Announce our peer's address on the chain; warn if this machine cannot reach it there."""
     listening = int(peer.address.split("/")[4])
     port = config.swarm.dht_external_port or listening
     try:
@@ -117,9 +117,9 @@ def announce_peer(config: Config, member: Member, peer: Ready) -> None:
         socket.create_connection((ip, port), timeout=_CHECK).close()
     except OSError as error:
         log.warning(
-            "The DHT peer's port may be closed: this machine cannot reach %s:%d (%s), as behind "
-            "routers that lead no machine back to itself. If no all-reduce finishes with it, open "
-            "TCP port %d in the firewall, forward it in the router, or give --dht.ip; its uploads "
+            "The DHT peer's port may be closed: this machine cannot reach %s:%d (%s). Some routers "
+            "never route a machine back to itself. If no all-reduce finishes with this peer, open "
+            "TCP port %d in the firewall, forward it in the router, or set --dht.ip; uploads "
             "count all the same",
             *(ip, port, error.strerror or error, listening),
         )

@@ -1,9 +1,9 @@
 """Send this member's upload for a close, once: one close never gets two different files.
 
-A note with the file's digest is on the disk before the first byte of the file is sent. So a process
-that starts again knows which file was sent, or may have been sent, and sends that file or none.
-Files and notes stay until no checkpoint is left that would need them (:meth:`OwnUploads.forget`): a
-miner that applies an update again needs the upload that the update has merged.
+A note with the file's digest is written to the disk before the first byte of the file is sent. So a
+restarted process knows which file was sent, or may have been sent, and sends that file or none.
+Files and notes stay until no checkpoint needs them any more (:meth:`OwnUploads.forget`): a miner
+that applies an update again needs its own upload that was merged into the update.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from .base import Close, UploadEnded, upload_path
 
 log = logging.getLogger(__name__)
 
-#: Causes of a refusal after which the upload's movement is dropped. After all others it is carried
-#: over, also after "copy", since an honest member may be taken for another's imitator.
+#: Causes of a refusal after which the upload's training is dropped. After any other cause it is
+#: carried over, even after "copy", since an honest member may be mistaken for the copier.
 FOR_CONTENT = frozenset({"worse", "spoiler"})
-CARRIED = "carried over into the next upload: it gains less than others do, or no more than chance"
+CARRIED = "carried over into the next upload: it gained less than others, or nothing beyond chance"
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=5), timedelta(minutes=1)
 _SENT = "sent"
-_LONGEST = 300  # characters of a cause that is kept
+_LONGEST = 300  # characters kept of a cause
 _NAME = re.compile(r"(\d{1,15})\.(\d{1,15})\.json")
 
 
 class _AnotherFile(StoreError):
-    """The file is not the one that was begun for this close."""
+    """The file is not the one whose sending was begun for this close."""
 
 
 @dataclass(frozen=True)
 class _Note:
     digest: str  # SHA-256 of the file
-    ended: str = ""  # "sent", or why it is not sent any more; empty: it may have been sent in part
+    ended: str = ""  # "sent", or why sending was given up; empty: it may have been sent in part
 
 
 class Fate(NamedTuple):
@@ -59,7 +59,7 @@ class Fate(NamedTuple):
 
 
 class OwnUploads:
-    """Our uploads as files of ``folder``, with a note next to each that was to be sent."""
+    """Our uploads, as files in ``folder``, with a note next to each whose sending was begun."""
 
     def __init__(self, store: ObjectStore, folder: Path, uid: int) -> None:
         self._store = store
@@ -68,7 +68,7 @@ class OwnUploads:
         folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, close: Close) -> Path:
-        """Return where the upload for that close is to be written."""
+        """Return the path to which the upload for ``close`` must be written."""
         return upload_path(self._folder, close)
 
     def begun(self, close: Close) -> bool:
@@ -81,26 +81,26 @@ class OwnUploads:
         return note is not None and not note.ended
 
     def is_lost(self, close: Close) -> bool:
-        """Return whether the upload for ``close`` was sent and is not there. Raises StoreError."""
+        """Return whether the upload for ``close`` was sent but is missing. Raises StoreError."""
         note, key = self._note(close), self._key(close)
         return note is not None and note.ended == _SENT and self._store.head(key) is None
 
     def send_again(self, close: Close) -> None:
-        """Let :meth:`send` send the same file once more, as the store has lost it."""
+        """Let :meth:`send` send the same file once more, since the store has lost it."""
         if (note := self._note(close)) is not None:
             self._write_note(close, replace(note, ended=""))
 
     def send(self, close: Close, within: float, uplink: Uplink) -> UploadEnded:
         """Send the file of ``close`` and return the result. Raises StoppedError.
 
-        ``within``: seconds. ``uplink``: ends the sending when it is stopped.
+        ``within``: seconds that it may take. ``uplink``: ends the sending when it is stopped.
         """
         path, began = self.path(close), time.monotonic()
         until = began + within
         waits, note = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT), None
         while True:
             try:
-                # Claim once, since a claim reads the whole file, which may have gigabytes.
+                # Claim only once, since a claim reads the whole file, which may be gigabytes long.
                 note = note or self._claim(path, close)
                 if note.ended == _SENT:
                     return UploadEnded(close, size=path.stat().st_size)
@@ -123,22 +123,22 @@ class OwnUploads:
             if for_good or time.monotonic() + wait > until:
                 break
             if waits.failures == 1:
-                # A key, a quota or a registry may be put right within the grace.
+                # A key, a quota or a registry may be fixed within the grace.
                 log.warning(
-                    "The upload for outer step %d was not sent: %s; again soon",
+                    "The upload for outer step %d was not sent: %s; trying again soon",
                     close.outer_step,
                     cause,
                 )
             uplink.sleep(wait)
-        # A file that is refused here because another was begun has no note of its own.
+        # If the file is refused because another one was begun, it has no note of its own.
         if note is not None:
             self._write_note(close, replace(note, ended=cause[:_LONGEST]))
         return UploadEnded(close, cause)
 
     def send_progress(self, close: Close, within: float, uplink: Uplink) -> UploadEnded:
-        """Send a progress upload in place of the one before it. Raises StoppedError.
+        """Send a progress upload, which replaces the previous one. Raises StoppedError.
 
-        It has no note, because nothing follows from it. A process that starts again sends none.
+        It has no note, because nothing depends on it. A restarted process does not send it again.
         """
         began = time.monotonic()
         try:
@@ -149,7 +149,7 @@ class OwnUploads:
     def _upload(self, close: Close, began: float, until: float, uplink: Uplink) -> UploadEnded:
         """Send the file of ``close``. Raises StoreError, OSError, StoppedError.
 
-        ``began``: before the first attempt.
+        ``began``: when the first attempt began.
         """
         path, key = self.path(close), self._key(close)
         upload(self._store, key, path, until=until, uplink=uplink, once=close.serial > 0)
@@ -161,14 +161,14 @@ class OwnUploads:
         return keys.upload_key(self._uid, close.outer_step, close.serial)
 
     def tidy(self, close: Close, uplink: Uplink) -> None:
-        """Abort our uploads in parts that nobody continues, and delete those of past closes.
+        """Abort our abandoned multipart uploads, and delete our uploads of past closes.
 
-        Call it after the sending for ``close`` has ended and its end was posted, because a store
-        that does not answer costs a minute here. Raises StoppedError.
+        Call it after the sending for ``close`` has ended and its end was posted, because this takes
+        a minute if the store does not answer. Raises StoppedError.
         """
         note = self._note(close)
         if note is None or not note.ended:
-            return  # it may be continued
+            return  # the sending may still be continued
         sweep_uploads(
             self._store,
             prefix=self._prefix,
@@ -187,7 +187,7 @@ class OwnUploads:
             log.debug("Past uploads stay until the next close: %s", error)
 
     def find_fate(self, manifest: Manifest) -> Fate:
-        """Return how an outer step dealt with our upload: merged, or refused with a cause."""
+        """Return what became of our upload at an outer step: merged, or refused with a cause."""
         if (score := manifest.scores.get(self._uid)) is not None:
             log.info(lines.SCORE, self._uid, manifest.outer_step, score)
         cause, outer_step = "", manifest.outer_step - 1
@@ -197,7 +197,7 @@ class OwnUploads:
             if (note := self._note(close)) is None:
                 continue
             found = self.path(close)
-            # A miner that went back in time has written another upload for the same close.
+            # A miner that went back to an older checkpoint may have overwritten the upload.
             path = found if found.exists() and sha256_of(found) == note.digest else None
             averaging = manifest.averaging if manifest.averaged else None
             took_part = averaging is not None and self._uid in averaging.participants
@@ -238,13 +238,13 @@ class OwnUploads:
             write_state(self._note_path(close), note)
         elif note.digest != digest:
             raise _AnotherFile(
-                f"{path} is another file than the one that was begun for this close, so it is not "
-                "sent: its movement goes into the next upload"
+                f"{path} is not the file whose sending was begun for this close, so it is not "
+                "sent: its training goes into the next upload"
             )
         return note
 
     def _note(self, close: Close) -> _Note | None:
-        lost = "whether it was merged is not known"
+        lost = "it is unknown whether the upload was merged"
         return read_state(self._note_path(close), _Note, lost=lost)
 
     def _write_note(self, close: Close, note: _Note) -> None:
@@ -258,7 +258,7 @@ class OwnUploads:
 def forget_files(folder: Path, before: int) -> None:
     """Delete the files whose names begin with the number of an outer step before ``before``.
 
-    It also deletes files of a download that was given up, whose names begin with a dot.
+    It also deletes the files of abandoned downloads, whose names begin with a dot.
     """
     for path in folder.glob("*"):
         number = path.name.removeprefix(".").partition(".")[0]

@@ -1,16 +1,17 @@
-"""Follow a network whose rounds go through the store: rank 0's thread of a miner.
+"""Follow a network whose rounds go through the store, in a thread of a miner's rank 0.
 
-The thread reads ``state.json``. At the close that it names the thread posts CloseReached
+The thread reads ``state.json``. At the close that this file names, the thread posts CloseReached
 (:mod:`.base`), and the loop answers with an upload, which another thread sends
-(:mod:`.own_uploads`). Where the network is ahead, the thread checks the signed manifests up to the
-head (:mod:`.chain_copy`), fetches the update that follows ours, and posts it. The next update
-follows when the loop has applied that one. A member that has missed much gets whole weights.
+(:mod:`.own_uploads`). If the network is ahead, the thread checks the signed manifests up to the
+head (:mod:`.chain_copy`), fetches the update that follows our outer step, and posts it. It fetches
+the next update once the loop has applied that one. A member that has missed many updates gets whole
+weights.
 
-Nothing here ever stops training. An object of the store is used only if all of it is right. A store
-that does not answer, or holds something else, costs one line and is asked again.
+Nothing here ever stops training. An object in the store is used only if all of it is valid. If the
+store does not answer, or has something invalid, one line is logged and the store is asked again.
 
-Times are those of the store's clock, so a machine whose own clock is wrong joins rounds all the
-same, and logs a line.
+All times are by the store's clock, so a machine whose own clock is wrong still joins rounds, and
+logs a line.
 """
 
 from __future__ import annotations
@@ -58,19 +59,19 @@ from .own_uploads import Fate, OwnUploads, forget_files
 
 log = logging.getLogger(__name__)
 
-_INTERVAL = 30.0  # seconds between two looks at the state
-_SOON = 5.0  # the same after a close, until its update is there
+_INTERVAL = 30.0  # seconds between two reads of the state
+_SOON = 5.0  # the same after a close, until its update exists
 _SOON_FOR = 600.0  # seconds after the grace; for a later update _INTERVAL is enough
-_CLOCK_OFF = 2.0  # seconds by which our clock may differ from the store's without a line
-# The pauses after failed fetches.
+_CLOCK_OFF = 2.0  # seconds by which our clock may differ from the store's without a warning
+# first and longest pause after a failed fetch
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=5), timedelta(minutes=5)
-_LAST_REQUEST = 5.0  # seconds that a request in flight gets at the end
+_LAST_REQUEST = 5.0  # seconds that a request in flight gets to finish at the end
 _VOID = "void: the close moved, or its outer step is over"
 _OVERTAKEN = "the upload for a close comes first, and holds the same training"
 _LONGEST_PROGRESS = 3600.0  # seconds for sending a progress upload
 _SHORTEST = 0.2  # seconds between two turns
-_LATE = 75.0  # seconds for which a store may show an older state without a line
-#: Faults of an object, in place of which the next sound object is taken.
+_LATE = 75.0  # seconds for which a store may show an older state without a warning
+#: Faults of an object, after which the next valid object is used instead.
 _FAULTS = (
     StateUnavailable,
     ObjectMissingError,
@@ -78,15 +79,16 @@ _FAULTS = (
     OtherBytesError,
     PreconditionError,
 )
-_UPDATES_OF_WEIGHTS = 8  # about as many bytes as whole weights: half a byte per value, and 4 bytes
-_SLOW = 15.0  # seconds after which an answer to a look at the state is overdue
+_UPDATES_OF_WEIGHTS = 8  # updates that are as large as whole weights: 0.5 bytes per value, not 4
+_SLOW = 15.0  # seconds after which an answer to a read of the state is overdue
 
 
 class StoreRounds:
-    """Follow the network in a thread of its own: an :class:`~.base.Exchange`.
+    """Follows the network in its own thread: an :class:`~.base.Exchange`.
 
-    Only this object writes ``folder``: our copy of the chain, updates, weights. ``longest``: the
-    most time that a transfer may take. ``at_head``: called in this thread at each new outer step.
+    Only this object writes to ``folder``: our copy of the chain, the updates and the weights.
+    ``longest``: the longest time that a transfer may take. ``at_head``: called in this object's
+    thread at each new outer step.
     """
 
     def __init__(
@@ -109,33 +111,33 @@ class StoreRounds:
         self._chain = ChainCopy(self._reader, folder / "chain", master)
         self._uploads = uploads
         self._state: State | None = None  # the newest state that was accepted, or None
-        self._held = 0  # the outer step whose epoch-start weights are ours
-        # The outer step that was held before older weights were loaded. The fates of uploads for
-        # earlier outer steps were posted already.
+        self._held = 0  # the outer step whose epoch-start weights we have
+        # The outer step that we were at before older weights were loaded. The fates of uploads for
+        # earlier outer steps have already been posted.
         self._counted = 0
         self._largest_update = 0
         self._ahead: float | None = None  # the store's Unix time minus the steady clock
-        self.clock_offset: float | None = None  # our Unix time minus the store's, if it is known
+        self.clock_offset: float | None = None  # our Unix time minus the store's, if known
         self._older_since: float | None = None  # when the store began to show an older state
-        self._lost_since: float | None = None  # when our upload was missing first
-        self._checks_at = -math.inf  # when to ask the store next whether it is there
+        self._lost_since: float | None = None  # when our upload was first found missing
+        self._checks_at = -math.inf  # when to check next whether our upload is in the store
         self._silent_since: float | None = None  # when the store fell silent, by the steady clock
-        self._asked: float | None = None  # when the read of the state began that is under way
+        self._asked: float | None = None  # when the current read of the state began
         self.trouble = ""  # why the store cannot be read now
         self._next_look = -math.inf
         self._posted: Close | None = None
-        self._sent: Close | None = None  # the close of the last sending that was begun
-        # How often the loop has reported its outer step, and the last report to which an update was
-        # posted. What was fetched for an earlier report is not posted.
+        self._sent: Close | None = None  # the close of the last upload whose sending was begun
+        # How often the loop has reported its outer step, and the last report that was answered with
+        # an update. An update that was fetched for an earlier report is not posted.
         self._reports, self._answered = 1, 0
         self._wants_weights = False
         self._waits = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT)
-        self._not_before = -math.inf  # the next fetch
+        self._not_before = -math.inf  # earliest time of the next fetch
         self._reported: dict[str, str] = {}
         self._to_send: deque[Close] = deque(maxlen=1)
         self._sending: tuple[Close, Uplink, threading.Thread] | None = None
-        self._tidies = False  # whether it has ended, and past uploads are being deleted
-        self._progress = Uplink()  # link of the last progress upload
+        self._tidies = False  # whether the sending has ended, and past uploads are being deleted
+        self._progress = Uplink()  # uplink of the last progress upload
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-rounds", daemon=True)
@@ -143,15 +145,15 @@ class StoreRounds:
     # --- for the start, before the thread --------------------------------------------------------
 
     def fetch_newest(self) -> Update:
-        """Return the newest whole weights that the store has, fetched and checked.
+        """Fetch and check the newest whole weights that the store has, and return them.
 
-        Raises StoreError with a line for the operator, OSError of the disk.
+        Raises StoreError with a line for the operator, and OSError from the disk.
         """
         state = self._read_state()
         return self._fetch_soundest(state.weights_at, state, "a start")
 
     def held_weights(self) -> Path | None:
-        """Return the folder of the newest whole weights on the disk; nobody is asked."""
+        """Return the folder of the newest whole weights on the disk, or None. Asks no store."""
         found = [path for path in (self._folder / "weights").glob("*") if path.name.isdigit()]
         return max(found, key=lambda path: int(path.name), default=None)
 
@@ -165,8 +167,8 @@ class StoreRounds:
     def send(self, close: Close) -> None:
         """Send the upload for ``close``, or a progress upload.
 
-        A second call for one close sends the same file again or none. The sending of a progress
-        upload ends when that of an upload for a close begins; call it again only after its answer.
+        A second call for the same close sends the same file again or none. A progress upload is
+        given up when the upload for a close begins; send another only after UploadEnded.
         """
         if close.serial:
             self._to_send.append(close)
@@ -188,7 +190,7 @@ class StoreRounds:
 
     @property
     def next_close(self) -> Close | None:
-        """The close that the newest state names; None: there is no state yet."""
+        """The close that the newest state names; None if there is no state yet."""
         state = self._state
         if state is None:
             return None
@@ -196,19 +198,19 @@ class StoreRounds:
 
     @property
     def gate(self) -> int:
-        """Closes in a row at which fewer than half of the uploads passed the held-out text."""
+        """Consecutive closes at which fewer than half of the uploads passed on held-out text."""
         return 0 if self._state is None else self._state.gate
 
     @property
     def silent_since(self) -> float | None:
-        """The steady time since which the store does not answer; None: it does."""
+        """When the store stopped answering, by the steady clock; None if it answers."""
         asked = self._asked
-        # A store that hangs takes a minute to become an error.
+        # It takes a minute until a store that hangs causes an error.
         hangs = asked is not None and self._clocks.steady() - asked > _SLOW
         return self._silent_since or (asked if hangs else None)
 
     def manifest(self, outer_step: int) -> Manifest | None:
-        """Return our copy of that outer step's manifest; None: it was not seen."""
+        """Return our copy of that outer step's manifest; None if it was never seen."""
         return self._chain.copy(outer_step)
 
     def now(self) -> float:
@@ -216,14 +218,14 @@ class StoreRounds:
         return self._clocks.unix() if self._ahead is None else self._clocks.steady() + self._ahead
 
     def stop(self) -> None:
-        """End transfers under way; wait a few seconds for a request in flight."""
+        """End transfers in progress; wait a few seconds for a request in flight."""
         self._closed.set()
         self._wake.set()
         self._reader.stop()
         self._progress.stop()
         sending = self._sending
         if sending is not None:
-            if self._tidies:  # finish, since this miner may never start again
+            if self._tidies:  # let it finish, since this miner may never start again
                 sending[2].join(_LAST_REQUEST)
             sending[1].stop()
         for thread in (self._thread, *([sending[2]] if sending else [])):
@@ -239,13 +241,13 @@ class StoreRounds:
                 wait = self.turn()
             except StoppedError:
                 return
-            except Exception:  # without this thread the miner would join no round any more
+            except Exception:  # without this thread the miner would no longer join any round
                 log.exception("Unexpected error while following the store; please report it")
                 wait = _INTERVAL
             self._wake.wait(wait)
 
     def turn(self) -> float:
-        """Do the work that is due. Return the seconds until the next turn."""
+        """Do the work that is due. Return how many seconds to wait until the next turn."""
         steady = self._clocks.steady
         if steady() >= self._next_look:
             self._follow_state()
@@ -261,7 +263,7 @@ class StoreRounds:
                 self._post(NetworkDiffers(forked, forked=True))
             if self._sending is not None:
                 self._sending[1].stop()
-            for close in self._to_send:  # the loop delays checkpoints until it ends
+            for close in self._to_send:  # the loop delays checkpoints until an upload has ended
                 self._post(UploadEnded(close, forked))
             self._to_send.clear()
             return _INTERVAL
@@ -271,7 +273,7 @@ class StoreRounds:
         return max(_SHORTEST, due - steady())
 
     def _follow_state(self) -> None:
-        """Read the state, and log once for each fault of it or of the store."""
+        """Read the state, and log each fault of the state or the store once."""
         steady, before = self._clocks.steady, self._state
         self._asked = steady()
         self._next_look = self._asked + _INTERVAL
@@ -287,7 +289,7 @@ class StoreRounds:
             if self._older_since is None or steady() - self._older_since >= _LATE:
                 self._report("state", str(error))
         except (StoreError, OSError) as error:
-            # Log one line per outage, not per look.
+            # Log one line per outage, not per read.
             text = f"The store cannot be read ({error}). Training continues, and it is asked again"
             self._silent_since, self.trouble = self._silent_since or self._asked, str(error)
             if isinstance(error, NotGrantedError):  # the registry is silent, not the store
@@ -296,7 +298,7 @@ class StoreRounds:
         else:
             self._settle_silence()
             self._older_since = None
-            self._settle("state", "The network's state is taken again")
+            self._settle("state", "The network's state is accepted again")
             if before is None or before.outer_step != state.outer_step:
                 self._not_before = -math.inf
                 self._at_head()
@@ -323,7 +325,7 @@ class StoreRounds:
         ended = self._clocks.steady()
         if info is not None and info.age_seconds is not None:
             theirs = info.modified + info.age_seconds
-            # An HTTP date has whole seconds.
+            # An HTTP date has only whole seconds.
             theirs += 0.5 if theirs.is_integer() else 0.0
             self._ahead = theirs - (began + ended) / 2
             self.clock_offset = off = self._clocks.unix() - self.now()
@@ -332,9 +334,9 @@ class StoreRounds:
                 side = "ahead of" if off > 0 else "behind"
                 self._report(
                     "clock",
-                    f"This machine's clock is {abs(off):.1f} s {side} the store's. Closes go "
-                    "by the store's; set ours, since other programs go by it (timedatectl set-ntp "
-                    "true)",
+                    f"This machine's clock is {abs(off):.1f} s {side} the store's. Closes follow "
+                    "the store's clock, but other programs depend on this one, so set it "
+                    "(timedatectl set-ntp true)",
                     kind="off",
                 )
             else:
@@ -342,7 +344,7 @@ class StoreRounds:
         return self._chain.state(info, self.now())
 
     def _send_due(self) -> None:
-        """Begin a sending that is due or that a kill ended; stop one whose close is over."""
+        """Begin a sending that is due or was cut off by a kill; stop one whose close is over."""
         if (close := self.next_close) is None:
             return
         if self._sending is not None:
@@ -373,20 +375,20 @@ class StoreRounds:
         thread.start()
 
     def _is_lost(self, close: Close) -> bool:
-        """Return whether our upload has been missing for longer than answers may be late."""
+        """Return whether our upload has been missing for longer than a store may lag behind."""
         steady = self._clocks.steady()
         if steady < self._checks_at or self.now() >= close.ends_at:
             return False
         self._checks_at = steady + _INTERVAL
         try:
             lost = self._uploads.is_lost(close)
-        except StoreError:  # it may be there
+        except StoreError:  # the upload may still be there
             return False
         self._lost_since = (self._lost_since or steady) if lost else None
         return self._lost_since is not None and steady - self._lost_since >= _LATE
 
     def _send(self, close: Close, uplink: Uplink) -> None:
-        """Send one upload, in a thread of its own, so that the state is read meanwhile."""
+        """Send one upload, in its own thread, so that the state can be read meanwhile."""
         try:
             if close.serial:
                 ended = self._uploads.send(close, close.ends_at - self.now(), uplink)
@@ -397,7 +399,7 @@ class StoreRounds:
                 return
             why = _VOID if close.serial else _OVERTAKEN
             ended = UploadEnded(close, why)
-        except Exception as error:  # or the loop would wait for an answer for ever
+        except Exception as error:  # otherwise the loop would wait forever for an answer
             log.exception("Unexpected error while sending an upload; please report it")
             ended = UploadEnded(close, repr(error))
         if close.serial:
@@ -410,11 +412,11 @@ class StoreRounds:
             self._uploads.tidy(close, uplink)
         except StoppedError:
             pass
-        except Exception:  # whatever a store answers costs a line
+        except Exception:  # whatever the store answers, only log it
             log.exception("Unexpected error while tidying up after an upload; please report it")
 
     def _post_close(self) -> None:
-        """Post the close once, while it lasts, if we hold the weights that it is for."""
+        """Post the close once, while it lasts, if we have the weights that it is for."""
         state, close = self._state, self.next_close
         if state is None or close is None or state.finished or state.outer_step != self._held:
             return
@@ -427,7 +429,7 @@ class StoreRounds:
             self._post(CloseReached(close, self._clocks.steady() + left))
 
     def _fetch_next(self) -> None:
-        """Fetch the updates or weights from our outer step to the head, and post them."""
+        """Fetch the next update or weights on the way from our outer step to the head; post it."""
         state, steady = self._state, self._clocks.steady
         reports = self._reports
         if state is None or self._answered == reports or steady() < self._not_before:
@@ -446,14 +448,14 @@ class StoreRounds:
             return
         self._waits.succeeded()
         self._settle("fetch", "Outer steps are taken over again")
-        if self._reports == reports:  # otherwise the next turn fetches the step that follows now
+        if self._reports == reports:  # otherwise the next turn fetches what follows the new report
             self._answered = reports
             self._post(UpdateReady(update, steady()))
 
     def _next(self, state: State) -> Update:
         """Return the update or weights that the loop applies next. Raises StoreError, OSError.
 
-        Whatever is missing or damaged on the way to later whole weights is skipped.
+        If later whole weights exist, anything missing or damaged before them is skipped.
         """
         held, wanted = self._held, self._wants_weights and bool(state.weights_at)
         usable = [step for step in state.weights_at if wanted or step > held]
@@ -462,18 +464,18 @@ class StoreRounds:
             first, reason = min(held, usable[-1]), "they were asked for"
         elif held > state.outer_step:
             raise StateUnavailable(
-                f"we hold outer step {held}, which {keys.STATE} does not know: if the bucket was "
-                "put back from a copy, the founder runs dt-network recover"
+                f"we are at outer step {held}, which {keys.STATE} has not reached: if the bucket "
+                "was restored from a backup, the founder must run dt-network recover"
             )
         try:
             back = self._chain.link(first, state)
         except StateUnavailable as error:
             if isinstance(error, ForkError) or not usable:
                 raise
-            # A rewind may be among what cannot be read.
+            # The manifests that cannot be read may include a rewind.
             reason, fate = str(error), Fate(Base.REFUSED, cause=f"its fate is unknown: {error}")
         else:
-            if back is not None:  # movement from abandoned weights is dropped with them
+            if back is not None:  # training on abandoned weights is dropped with them
                 cause = f"the network went back to outer step {back}"
                 reason, fate = reason or cause, Fate(Base.REFUSED, cause=cause)
         if reason:
@@ -495,9 +497,10 @@ class StoreRounds:
     def _lead_by_weights(
         self, steps: Sequence[int], state: State, reason: str, fate: Fate
     ) -> Update:
-        """Return the newest sound weights of ``steps``, with our upload's ``fate`` if they skip it.
+        """Return the newest valid weights of ``steps``. Raises StoreError, OSError.
 
-        Raises StoreError, OSError.
+        If they skip the outer step that our upload is for, they come with its fate; ``fate``: if it
+        is already known.
         """
         weights, held = self._fetch_soundest(steps, state, reason), self._held
         if weights.outer_step <= held:
@@ -507,19 +510,19 @@ class StoreRounds:
         return replace(weights, base=fate.base, own_upload=fate.path, cause=fate.cause)
 
     def _find_fate(self, held: int, known: Fate) -> Fate:
-        """Return the fate of our upload for outer step ``held``; KEPT if that was asked before.
+        """Return the fate of our upload for outer step ``held``; KEPT if it was already posted.
 
-        ``known``: the fate if it is known already.
+        ``known``: the fate, if it is already known.
         """
         if known.base is Base.KEPT and held >= self._counted:
             known, self._counted = self._uploads.find_fate(self._chain.manifest(held + 1)), 0
         return known
 
     def _fetch_soundest(self, steps: Sequence[int], state: State, reason: str) -> Update:
-        """Return the newest whole weights of ``steps`` that are sound. Raises StoreError, OSError.
+        """Return the newest whole weights of ``steps`` that are valid. Raises StoreError, OSError.
 
         Args:
-            steps: The outer steps that may be taken, of those that ``state`` names.
+            steps: The outer steps to choose from, out of those that ``state`` names.
             state: The state to whose head their manifests must lead.
             reason: Why weights are fetched, for the log.
         """
@@ -530,14 +533,14 @@ class StoreRounds:
                 return self._fetch_weights(step, reason)
             except ForkError:
                 raise
-            except _FAULTS as error:  # those before them, and the updates since, lead there too
+            except _FAULTS as error:  # earlier weights and the updates since lead there too
                 fault = error
         raise fault
 
     def _fetch_update(self, outer_step: int, fate: Fate) -> Update:
         manifest = self._chain.manifest(outer_step)
         if not manifest.update:
-            raise StateUnavailable(f"outer step {outer_step} has no update, and no later weights")
+            raise StateUnavailable(f"outer step {outer_step} has no update, and no weights follow")
         path = self._folder / "updates" / f"{outer_step}.safetensors"
         key = keys.outer_key(outer_step, keys.UPDATE)
         self._reader.fetch_signed(key, path, manifest.update, limit=self._largest_update)
@@ -574,7 +577,7 @@ class StoreRounds:
 
 
 def _lead_to(manifest: Manifest, path: Path, fate: Fate, *, whole: str = "") -> Update:
-    """Return the step to the weights of ``manifest``, by the file at ``path``."""
+    """Return the update that leads to the weights of ``manifest``, from the file at ``path``."""
     return Update(
         manifest.outer_step,
         path,

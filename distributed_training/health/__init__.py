@@ -1,10 +1,10 @@
 """Check a machine and its surroundings, before and while it trains.
 
-    machine.py    the list of checks of this machine, and whether the machines of one miner can
-                  meet; those of it that a start makes too
-    outside.py    the list of checks of clock, chain, bucket, peers and data
-    gpus.py       GPUs as the driver sees them; the block at start
+    machine.py    the checks of this machine; a start makes most of them too
+    outside.py    the checks of the clock, the chain, the bucket, peers and data
+    gpus.py       the GPUs as the driver sees them, and the block that is printed at a start
+    bundle.py     the archive of a miner's facts for a helper
 
-Each check ends as ``ok``, ``warn``, ``fail`` or ``skip`` with a reason; a failure names the command
-that fixes it. ``python -m distributed_training doctor`` makes all of them.
+Each check ends with ``ok``, ``warn``, ``fail`` or ``skip`` and a reason; a failure names its fix.
+``python -m distributed_training doctor`` runs all of them.
 """

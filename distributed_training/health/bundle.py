@@ -1,8 +1,8 @@
 """Write the facts that a helper needs about a miner into one archive, without secrets.
 
 Only the files below are packed. Our programs write all of them, and mask the secrets that they
-know; a file of settings may hold none. The secrets of this machine are masked here once more, for
-lines that libraries print into the log.
+know; ``miner.toml`` may not contain any. This machine's secrets are masked here once more, since
+libraries print lines into the log too.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from distributed_training.config.schema import all_settings
 from distributed_training.protocol.types import Check
 from distributed_training.telemetry.logs import mask, register_secret
 
-_MOST_BYTES = 4 * 2**20  # bytes of a file's end that are packed
+_MOST_BYTES = 4 * 2**20  # most bytes that are packed from the end of a file
 #: Files of the run folder: small ones with the miner's state, and the ends of growing ones. Never
-#: chain.json, whose commitments have the read keys of all members' buckets.
+#: add chain.json: its commitments contain the read keys of all members' buckets.
 RUN_FILES = (
     *("config.txt", "launcher.json", "stage.json", "facts.json", "notify.json", "instance.json"),
     *("exit_status.json", "launcher.prom", "metrics.prom", "micro-batch.json"),
@@ -41,7 +41,7 @@ RUN_FILES = (
 
 
 def find_log(pid: int | None) -> Path | None:
-    """Return the file that pm2 writes this miner's lines to, or that they were redirected to."""
+    """Return the file that pm2 writes this miner's output to, or that it was redirected to."""
     if pid is not None:
         try:
             process = psutil.Process(pid)
@@ -58,7 +58,7 @@ def find_log(pid: int | None) -> Path | None:
 def _contents(
     config: Config, checks: Sequence[Check], log: Path | None
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield name, text and description of each member; the text is not masked yet."""
+    """Yield the name, text and description of each file; the text is not masked yet."""
     rows = json.dumps([asdict(check) for check in checks], indent=2)
     yield "doctor.json", rows, "the doctor's rows"
     packages = sorted({f"{d.metadata['Name']}=={d.version}" for d in distributions()})
@@ -75,7 +75,7 @@ def _contents(
 
 
 def _end_of(path: Path) -> str | None:
-    """Return the last lines of a file; None without one."""
+    """Return the last lines of a file; None if it cannot be read."""
     try:
         with path.open("rb") as file:
             start = max(0, file.seek(0, os.SEEK_END) - _MOST_BYTES)
@@ -83,7 +83,7 @@ def _end_of(path: Path) -> str | None:
             data = file.read(_MOST_BYTES)
     except OSError:
         return None
-    if start:  # leave out a line that is cut, since it may begin in a secret
+    if start:  # leave out the line that is cut, since the cut may be inside a secret
         data = data.partition(b"\n")[2]
     return data.decode(errors="replace")
 
@@ -96,14 +96,14 @@ def write_bundle(
     log: Path | None,
     environ: Mapping[str, str] = os.environ,
 ) -> list[str]:
-    """Write the archive ``path``, readable only by its owner; return a line for each member.
+    """Write the archive ``path``, readable only by its owner; return a line for each file in it.
 
-    ``log``: the miner's log, whose end goes into the archive. Raises ConfigError for a file that is
-    there already, or cannot be written.
+    ``log``: the miner's log, whose end goes into the archive. Raises ConfigError if ``path`` exists
+    already or cannot be written.
     """
     settings = config.values.values()
     secrets = [value.get_secret_value() for value in settings if isinstance(value, SecretStr)]
-    with contextlib.suppress(ConfigError):  # raised for a damaged file
+    with contextlib.suppress(ConfigError):  # raised if .env is damaged
         environ = {**read_dotenv(Path(".env")), **environ}
     secrets += [text for name, text in environ.items() if is_secret(name)]
     for secret in secrets:
@@ -124,11 +124,11 @@ def write_bundle(
             with os.fdopen(handle, "wb") as file:
                 file.write(packed.getvalue())
         except OSError:
-            path.unlink()  # a part of it would block the next bundle
+            path.unlink()  # an incomplete file would block the next bundle
             raise
     except OSError as error:
         raise ConfigError(
-            f"--bundle {path} cannot be written ({error.strerror}), so there is none: give a new "
-            "name in a folder of yours with room"
+            f"--bundle {path} cannot be written ({error.strerror}), so there is no bundle: choose "
+            "a new name in a folder of yours, on a disk with free space"
         ) from None
     return lines

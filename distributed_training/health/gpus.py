@@ -1,8 +1,8 @@
 """Read the GPUs from the driver and from torch, and report them at a start.
 
-The driver is asked without torch, by NVML; a figure is None if it cannot be had. A driver may
-hang, and then no call of it returns. So each question has a thread and a time limit, and while one
-is open no other is asked. The block at start is printed as the operator documents show it.
+The driver is asked through NVML, without torch; a figure that it does not give is None. If a driver
+hangs, no call to it returns. So each question has its own thread and a time limit, and while a
+question is open, no other is asked. The block at a start is printed as the operator guide shows it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Seconds to wait: the first question after a reboot wakes up every card, and a sample holds up an
-#: inner step.
+#: Seconds to wait for an answer. The first question after a reboot wakes up every card, so it may
+#: take long; a sample delays an inner step, so it may not.
 START_PATIENCE, SAMPLE_PATIENCE = 60.0, 2.0
 _open_question: list[threading.Thread] = []  # the question that the driver has not answered
 
-_kept: list[tuple[Any, list[Any]]] = []  # the driver's library and the cards, as it was opened
+_kept: list[tuple[Any, list[Any]]] = []  # the driver's library and the cards when it was opened
 _RULE = "=" * 80
 
 
@@ -42,7 +42,7 @@ def within(seconds: float, otherwise: T, ask: Callable[[], T]) -> T:
     def run() -> None:
         try:
             answers.append(ask())
-        except BaseException as error:  # noqa: BLE001 - raised where it was asked
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             errors.append(error)
 
     thread = threading.Thread(target=run, name="NVML", daemon=True)
@@ -54,8 +54,8 @@ def within(seconds: float, otherwise: T, ask: Callable[[], T]) -> T:
         return answers[0]
     _open_question.append(thread)
     log.warning(
-        "The NVIDIA driver has not answered for %.0f s: its GPUs count as those seen before, and "
-        "their figures are missing. nvidia-smi says whether it hangs; then reboot",
+        "The NVIDIA driver has not answered for %.0f s: the GPUs seen before are taken to exist, "
+        "without figures. Check with nvidia-smi whether the driver hangs; if so, reboot",
         seconds,
     )
     return otherwise
@@ -63,7 +63,7 @@ def within(seconds: float, otherwise: T, ask: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class GpuSample:
-    """One reading. Memory in GB = 1e9 bytes, of the whole card, all processes together."""
+    """One reading. Memory is in GB of 1e9 bytes, of the whole card, for all processes together."""
 
     name: str
     memory_total_gb: float
@@ -74,7 +74,7 @@ class GpuSample:
 
 
 def visible_gpu_count() -> int:
-    """Count the GPUs this process may use; 0 without driver or if all are hidden.
+    """Count the GPUs this process may use; 0 without a driver or if all are hidden.
 
     An empty ``CUDA_VISIBLE_DEVICES`` hides them.
     """
@@ -86,10 +86,10 @@ def driver_version() -> str | None:
 
 
 def sample_gpu(device: int = 0, *, patience: float = START_PATIENCE) -> GpuSample | None:
-    """Sample the process's ``device``-th visible GPU; None if its driver does not answer.
+    """Sample the process's ``device``-th visible GPU; None if the driver gives no answer for it.
 
-    That is without an NVIDIA driver, nvidia-ml-py or such a GPU, and for a card that fell off the
-    bus. ``CUDA_VISIBLE_DEVICES`` is honoured, both as numbers and as UUIDs.
+    So it is without an NVIDIA driver, nvidia-ml-py or such a GPU, and for a card that fell off the
+    bus. ``CUDA_VISIBLE_DEVICES`` is honoured, with numbers as well as UUIDs.
     """
 
     def read(nvml: Any, handle: Any) -> GpuSample:
@@ -115,7 +115,7 @@ def gpu_utilization(device: int) -> float | None:
 
 
 def describe_gpu(device: int) -> str:
-    """Return name and UUID, by which the card is known to nvidia-smi; empty: it is not shown."""
+    """Return the card's name and UUID, as nvidia-smi shows them; empty if there is no such card."""
 
     def read(nvml: Any, handle: Any) -> str:
         names = (nvml.nvmlDeviceGetName, nvml.nvmlDeviceGetUUID)
@@ -127,7 +127,7 @@ def describe_gpu(device: int) -> str:
 def keep_driver_open() -> None:
     """Keep the driver's library open in this process, so that each question takes microseconds.
 
-    The cards keep the numbers that they have now, even when one of them is lost.
+    The cards keep their current numbers, even if a card is lost.
     """
 
     def keep() -> None:
@@ -153,12 +153,12 @@ def _utilization(nvml: Any, handle: Any) -> float | None:
 def _optional(nvml: Any, read: Callable[[], float]) -> float | None:
     try:
         return float(read())
-    except nvml.NVMLError:  # not supported by this card, e.g. power on some laptops
+    except nvml.NVMLError:  # this card does not support it, e.g. power on some laptops
         return None
 
 
 def _ask(patience: float, otherwise: T, read: Callable[[Any], T]) -> T:
-    """Return what ``read`` makes of the driver's library; ``otherwise`` without an answer."""
+    """Return what ``read`` gets from the driver's library; ``otherwise`` without an answer."""
 
     def ask() -> T:
         if (nvml := _start()) is None:
@@ -168,8 +168,8 @@ def _ask(patience: float, otherwise: T, read: Callable[[Any], T]) -> T:
         except nvml.NVMLError:
             return otherwise
         finally:
-            # Each nvmlInit needs its shutdown, or the driver's library stays open.
-            with contextlib.suppress(nvml.NVMLError):  # the driver was taken out meanwhile
+            # Each nvmlInit needs a shutdown, or the driver's library stays open.
+            with contextlib.suppress(nvml.NVMLError):  # the driver was unloaded meanwhile
                 nvml.nvmlShutdown()
 
     return within(patience, otherwise, ask)
@@ -188,18 +188,18 @@ def _start() -> Any:
 
 
 def _visible_handles(nvml: Any) -> list[Any]:
-    """List the handles that the environment names; like CUDA's, it ends at the first bad entry."""
+    """List the handles that the environment names; as in CUDA, stop at the first bad entry."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     handles = []
     if chosen is None:
         try:
             count = nvml.nvmlDeviceGetCount()
         except nvml.NVMLError:
-            # The driver was updated meanwhile, or a card hangs. This is no error for the launcher,
-            # which waits for a driver as for a disk.
+            # The driver was updated meanwhile, or a card hangs. This is no error: the launcher
+            # waits for a driver as it waits for a disk.
             return []
         for index in range(count):
-            # A card that fell off the bus is still counted; the others can be used.
+            # A card that fell off the bus is still counted, but has no handle.
             with contextlib.suppress(nvml.NVMLError):
                 handles.append(nvml.nvmlDeviceGetHandleByIndex(index))
         return handles
@@ -209,7 +209,7 @@ def _visible_handles(nvml: Any) -> list[Any]:
                 handles.append(nvml.nvmlDeviceGetHandleByUUID(word))
             elif word.isdigit():
                 handles.append(nvml.nvmlDeviceGetHandleByIndex(int(word)))
-            else:  # a word that names no card, such as "-1", hides all after it
+            else:  # a word that names no card, such as "-1", hides all cards after it
                 break
         except nvml.NVMLError:
             break
@@ -220,8 +220,8 @@ def _visible_handles(nvml: Any) -> list[Any]:
 
 
 def describe_cuda(device: int) -> list[str]:
-    """Return the lines on ``device`` as torch sees it; call it after the model was placed."""
-    # Imported here, since the launcher asks only NVML and must not load torch for that.
+    """Return the lines about ``device`` as torch sees it; call it once the model is on it."""
+    # Import it here, since the launcher asks only NVML and must not load torch for that.
     import torch
 
     if not torch.cuda.is_available():
@@ -246,13 +246,14 @@ def gpu_report_lines(
     world_size: int,
     expect_gpu: bool = True,
 ) -> list[str]:
-    """Return the block printed at start, one log line each; a ❌ at its start marks a warning.
+    """Return the lines of the block printed at a start; a line that begins with ❌ is a warning.
 
-    ``cuda``: the lines of :func:`describe_cuda`. ``model_device``: the parameters' device, e.g.
-    ``cuda:0``. ``micro_batch`` and ``effective`` count sequences; ``effective`` is over all ranks.
-    ``expect_gpu``: False if the CPU was asked for (``--neuron.device cpu``), which is one line.
+    ``cuda``: the lines from :func:`describe_cuda`. ``model_device``: the parameters' device, e.g.
+    ``cuda:0``. ``micro_batch`` and ``effective`` count sequences, the latter over all ranks.
+    ``expect_gpu``: False if the CPU was asked for (``--neuron.device cpu``); there is only one line
+    then.
     """
-    # Round up: 512 sequences, 2 in each micro-batch of 4 ranks, are 64 steps.
+    # Round up: 512 sequences make 64 steps, with 2 in each micro-batch of 4 ranks.
     steps = -(-effective // (micro_batch * world_size))
     if not expect_gpu:
         return [
@@ -260,7 +261,7 @@ def gpu_report_lines(
             f"{micro_batch} sequences in a micro-batch, {effective} in an inner step, "
             f"{steps} micro-batches each"
         ]
-    # Operators grep these lines and compare them with the guide, so their words stay.
+    # Operators grep these lines and compare them with the guide, so their words must not change.
     lines = [_RULE, "🔍 GPU DIAGNOSTICS", _RULE, *cuda]
     lines.append(f"✓ Model device: {model_device}")
     if model_device.startswith("cuda"):

@@ -1,7 +1,7 @@
 """Check this machine: the doctor and a miner's start make the same checks.
 
-Nothing here needs a network. Only the check of torch imports torch, and a start, which must be
-light, leaves it to its ranks. The memory that a model needs comes from ``common.memory``.
+Nothing here needs a network. Only the check of torch imports torch; a start, which must be quick,
+leaves that check to its ranks. ``common.memory`` estimates the memory that a model needs.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ from distributed_training.health.gpus import (
 )
 from distributed_training.protocol.types import Check
 
-_SHARED_MEMORY = 1 << 30  # NCCL's buffers between the GPUs of one machine
-_COMFORTABLE = 0.9  # share of the memory, above which it is tight
-TESTED_TORCH = "2.13.0"  # the newest one, as constraints.txt has it
+_SHARED_MEMORY = 1 << 30  # bytes for NCCL's buffers between the GPUs of one machine
+_COMFORTABLE = 0.9  # share of the memory above which it is tight
+TESTED_TORCH = "2.13.0"  # the newest tested version, as in constraints.txt
 _MOST_SPARE = 10_000_000_000  # bytes of disk for data and logs, next to all that a miner keeps
-_SPARE_BYTES = 100  # bytes per parameter of all that a miner keeps (docs/requirements.md)
-_TOO_MUCH = 1.15  # share of the memory; the estimate is not exact enough to refuse a near miss
+_SPARE_BYTES = 100  # bytes per parameter for all that a miner keeps (docs/requirements.md)
+_TOO_MUCH = 1.15  # share of the memory; the estimate is too inexact to refuse a near miss
 
 
 @dataclass
 class Examination:
-    """A miner as its configuration would start it here, and the findings up to now.
+    """A miner as its configuration would start it here, and the findings so far.
 
-    ``model``: a ``config.json``, and where it comes from; by default that of the network's file.
-    ``offline``: nothing is asked of the network. ``running``: a miner of this run folder runs, and
-    listens at ``own_ports``. The check of the model sets ``shape``, that of the chain ``uid``.
+    ``model``: a ``config.json``, and where it comes from; by default the one in the network's file.
+    ``offline``: whether to contact no other machine. ``running``: whether a miner of this run
+    folder is running; it listens on ``own_ports``. The check of the model sets ``shape``, the check
+    of the chain ``uid``.
     """
 
     config: Config
@@ -69,20 +70,20 @@ class Examination:
     found: list[Check] = field(default_factory=list)
 
     def failed(self, *names: str) -> str:
-        """Return the first check that failed whose name begins with one of these, or nothing."""
+        """Return the first failed check whose name starts with one of ``names``, or nothing."""
         return next(
             (c.name for c in self.found if c.status == "fail" and c.name.startswith(names)), ""
         )
 
 
-#: A check yields its findings: none if it does not concern this miner, one for each GPU.
+#: A check yields its findings: none if it does not concern this miner, several for several GPUs.
 Checker = Callable[[Examination], Iterable[Check]]
 
 
 def start_checks(config: Config, *, ranks: int) -> list[Check]:
-    """Check the machine before anything is started: no torch, no network, below 1 s.
+    """Check the machine before anything is started, without torch or a network, in less than 1 s.
 
-    The miner's launcher refuses to start on a failure.
+    The miner's launcher refuses to start if a check fails.
     """
     start = Examination(config, ranks)
     for check in CHECKS:
@@ -95,7 +96,7 @@ def start_checks(config: Config, *, ranks: int) -> list[Check]:
 
 
 def check_configuration(examination: Examination) -> Iterator[Check]:
-    """Check the settings, without a look at the machine."""
+    """Check the settings, without looking at the machine."""
     config = examination.config
     wrong = problems(config)
     try:
@@ -103,7 +104,7 @@ def check_configuration(examination: Examination) -> Iterator[Check]:
     except ConfigError as error:
         wrong = list(dict.fromkeys([*wrong, str(error)]))
     for line in (*wrong, *config.warnings):
-        # Each ends with its remedy, after the last colon.
+        # Each line ends with its remedy, after the last colon.
         cause, _, remedy = line.rpartition(": ")
         status: Literal["fail", "warn"] = "fail" if line in wrong else "warn"
         yield Check("configuration", status, cause or line, remedy if cause else "")
@@ -131,7 +132,7 @@ def check_torch(examination: Examination) -> Iterator[Check]:
     build = f"torch {torch.__version__}"
     build += f", CUDA {torch.version.cuda}" if torch.version.cuda else ", CPU build"
     newest = tuple(map(int, TESTED_TORCH.split(".")[:2]))
-    # Ask this before is_available, which is False here too, since a newer driver would not help.
+    # Check this before is_available, which is False here too: a newer driver would not help.
     if seen and not torch.version.cuda:
         finding = f"{build}, but the driver shows {seen} GPU(s), which would stay idle"
         yield Check(name, "fail", finding, "rm -rf .venv && DT_TORCH=cuda make setup")
@@ -143,41 +144,41 @@ def check_torch(examination: Examination) -> Iterator[Check]:
         )
         yield Check(name, "fail", finding, remedy)
     elif tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) > newest:
-        finding = f"{build}, with which nothing was tested: the newest tested one is {TESTED_TORCH}"
+        finding = f"{build}, which was not tested: the newest tested version is {TESTED_TORCH}"
         yield Check(name, "warn", finding, "pip install -c constraints.txt torch")
     else:
         yield Check(name, "ok", build)
 
 
 def check_gpus(examination: Examination) -> Iterator[Check]:
-    """Check that each rank has a GPU, which no other program fills."""
+    """Check that each rank has a GPU that no other program fills."""
     device, wanted, count = examination.config.miner.device, examination.ranks, visible_gpu_count()
     if device == "cpu":
         yield Check("gpu", "ok", "not used: --neuron.device cpu")
     elif count == 0:
         finding = "no NVIDIA GPU is visible; the model would run on CPU, which is very slow"
-        remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES, or give --neuron.device cpu"
+        remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --neuron.device cpu"
         if device == "cuda":
             yield Check("gpu", "fail", finding, remedy)
         else:
             yield Check("gpu", "warn", finding, f"fine for a tiny model; otherwise {remedy}")
     elif wanted > count:
         finding = f"{wanted} ranks on {count} visible GPU(s), so ranks would share one"
-        remedy = f"give --nproc_per_node {count}, or free CUDA_VISIBLE_DEVICES"
+        remedy = f"use --nproc_per_node {count}, or let CUDA_VISIBLE_DEVICES name more"
         yield Check("gpu", "fail", finding, remedy)
     else:
         for index in range(wanted):
             name, sample = f"gpu {index}", sample_gpu(index)
             if sample is None:
-                finding = "the driver does not answer for it"
+                finding = "the driver does not answer for this GPU"
                 yield Check(name, "fail", finding, "nvidia-smi; then reboot")
                 continue
             used, total = sample.memory_used_gb, sample.memory_total_gb
             finding = f"{sample.name}, {used:.1f} of {total:.1f} GB in use"
             if examination.running:
                 yield Check(name, "ok", f"{finding}, by the running miner")
-            elif used > 0.1 * total:  # the driver's own share is less than that
-                remedy = "another program holds memory: nvidia-smi shows which"
+            elif used > 0.1 * total:  # the driver itself uses less than that
+                remedy = "another program uses its memory: nvidia-smi shows which"
                 yield Check(name, "warn", finding, remedy)
             else:
                 yield Check(name, "ok", finding)
@@ -187,10 +188,10 @@ def check_gpus(examination: Examination) -> Iterator[Check]:
 
 
 def check_model(examination: Examination) -> Iterator[Check]:
-    """Check that the model's size is known, and note it for memory and room."""
+    """Check that the model's size is known, and keep it for the checks of memory and disk."""
     network, given = examination.config.network, examination.model
     if given is None and network.model is None:
-        return  # it comes with the network's weights
+        return  # the model's config comes with the network's weights
     try:
         if given is None or given[0] == network.model:
             origin = f"--network {network.place}"
@@ -199,7 +200,7 @@ def check_model(examination: Examination) -> Iterator[Check]:
             origin = given[1]
             examination.shape = ModelShape.from_config(given[0])
     except ValueError as error:
-        remedy = "give --model with the config.json of a Llama-like model"
+        remedy = "set --model to the config.json of a Llama-like model"
         yield Check("model", "warn", f"{origin}: {error}: size not known", remedy)
         return
     finding = f"{examination.shape.parameters / 1e6:.1f} M parameters ({origin})"
@@ -207,7 +208,7 @@ def check_model(examination: Examination) -> Iterator[Check]:
 
 
 def gpu_bytes(config: Config) -> int | None:
-    """Return the memory of the first GPU; None if none is used, or the driver does not say."""
+    """Return the first GPU's memory; None if no GPU is used, or the driver does not answer."""
     sample = None if config.miner.device == "cpu" else sample_gpu()
     return round(sample.memory_total_gb * 1e9) if sample else None
 
@@ -215,8 +216,9 @@ def gpu_bytes(config: Config) -> int | None:
 def check_memory(examination: Examination) -> Iterator[Check]:
     """Check that device and host memory can hold this model at all.
 
-    At the least it takes: the smallest micro-batch, all activations recomputed, and the way of the
-    optimizer's state and of the gradients that fits best. Training measures what fits beyond that.
+    This is about the least memory that training takes: with the smallest micro-batch, all
+    activations recomputed, and the optimizer's state and the gradients placed where they fit best.
+    Training measures what fits beyond that.
     """
     config, shape = examination.config, examination.shape
     if shape is None:
@@ -245,7 +247,7 @@ def check_memory(examination: Examination) -> Iterator[Check]:
         finding = f"at least {share * has[kind] / 1e9:.1f} of {has[kind] / 1e9:.1f} GB needed"
         if share > _TOO_MUCH:
             remedy = "use a machine with more memory (the limit of a Slurm job, a container or a "
-            remedy += "systemd unit counts) or more GPUs, or join a network with a smaller model"
+            remedy += "systemd unit counts too), more GPUs, or a network with a smaller model"
             finding += ", so training would run out of memory"
             yield Check(f"{kind} memory", "fail", finding, remedy)
         elif share > _COMFORTABLE:
@@ -256,24 +258,24 @@ def check_memory(examination: Examination) -> Iterator[Check]:
 
 
 def count_moments(training: TrainingSettings, shape: ModelShape) -> float:
-    """Count the tensors that the network's inner optimizer keeps of a parameter, on average."""
-    # Do this without torch, for which the checks at a start have no time.
+    """Count the tensors that the network's inner optimizer keeps per parameter, on average."""
+    # Do this without torch, which takes too long to import for the checks at a start.
     if (known := {"adamw": (2, 2), "muon": (2, 1)}.get(training.optimizer)) is not None:
         return shape.moments(*known)
     from distributed_training.training.inner_optimizer import moments_of
 
-    # The kind is unknown or refused, which the miner reports itself.
+    # Raised if the kind is unknown or refused, which the miner itself reports.
     with contextlib.suppress(ConfigError):
         return shape.moments(*moments_of(training))
     return 2
 
 
 def refuse_model(config: Config, *, ranks: int) -> None:
-    """Raise ConfigError if the model of the network's file does not fit into this machine.
+    """Raise ConfigError if the model in the network's file does not fit into this machine.
 
-    ``ranks``: how many ranks this machine has, which share a copy of the model. Nothing is refused
-    if the size or the memory is unknown, or if the estimate exceeds the memory by at most 15 %,
-    since it is not more exact than that.
+    ``ranks``: the number of ranks on this machine, which share a copy of the model. No model is
+    refused if its size or the memory is unknown, or if the estimate exceeds the memory by at most
+    15 %, since it is no more exact than that.
     """
     asked = Examination(config, ranks)
     for check in (*check_model(asked), *check_memory(asked)):
@@ -288,64 +290,64 @@ def refuse_model(config: Config, *, ranks: int) -> None:
 
 
 def check_room(examination: Examination) -> Iterator[Check]:
-    """Check for room: the minimum and, if the model is known, all that a miner of it keeps.
+    """Check for disk space: the minimum or, if the model is known, all that its miner keeps.
 
-    The folder's file system must take a file, too.
+    The run folder must be writable too.
     """
     config, shape = examination.config, examination.shape
     name, folder, needed = "disk", config.run_folder.absolute(), _MOST_SPARE
     if shape is not None:
         keep, moments = config.miner.keep_checkpoints, count_moments(config.training, shape)
         most = disk_space(shape, keep_checkpoints=keep, moments=moments)
-        # Files that are there are part of the need. Counted twice, they would make a restart on a
-        # disk of the documented size fail.
+        # Files that exist already are part of the need. If they were counted twice, a restart on a
+        # disk of the documented size would fail.
         needed = min(needed, most) + max(0, most - bytes_under(folder))
     else:
         needed = min(needed, _SPARE_BYTES * config.network.head.parameters)
-    # A download and an upload wait for room as long as the reserve is not left free.
+    # Downloads and uploads wait for space until they leave the reserve free.
     needed = max(needed, DISK_RESERVE)
     place = folder
-    while not os.path.exists(place):  # Path's own raises if a folder above may not be entered
+    while not os.path.exists(place):  # Path.exists raises if a parent folder may not be entered
         place = place.parent
     try:
         free = free_bytes(place)
     except OSError as error:
         finding = f"the disk of {place} does not answer ({error.strerror}), so nothing could be "
-        remedy = "mount it again, or give --neuron.run_folder a folder of another disk"
+        remedy = "mount it again, or set --neuron.run_folder to a folder on another disk"
         yield Check(name, "fail", f"{finding}saved", remedy)
         return
-    told = "its file system does not tell how much is" if free is None else f"{free / 1e9:.1f} GB"
+    told = "its file system does not say how much is" if free is None else f"{free / 1e9:.1f} GB"
     finding = f"{told} free in {folder}, {needed / 1e9:.1f} GB needed"
     if not (place.is_dir() and os.access(place, os.W_OK)):
-        why = "cannot be written by this user" if place.is_dir() else "is no folder"
+        why = "cannot be written by this user" if place.is_dir() else "is not a folder"
         finding = f"{place} {why}, so nothing could be saved"
-        yield Check(name, "fail", finding, "give --neuron.run_folder a folder of yours")
+        yield Check(name, "fail", finding, "set --neuron.run_folder to a folder of yours")
     elif free is None:
-        yield Check(name, "warn", finding, "see to that yourself: room is not checked there")
+        yield Check(name, "warn", finding, "make sure of that yourself: nothing checks it there")
     elif free < needed:
         finding += ", so checkpoints and uploads would fail"
-        yield Check(name, "fail", finding, "free space, or give --neuron.run_folder elsewhere")
+        yield Check(name, "fail", finding, "free disk space, or move --neuron.run_folder elsewhere")
     elif free < 2 * needed:
-        yield Check(name, "warn", finding, "free space soon: less than twice the need is left")
+        yield Check(name, "warn", finding, "free disk space soon: less than twice the need is left")
     else:
         yield Check(name, "ok", finding)
 
 
 def bytes_under(folder: Path) -> int:
-    """Return the bytes that this miner has there already: they need no further space."""
+    """Return the bytes that this miner already stores in ``folder``: they need no more space."""
     total = 0
-    for place, _, names in os.walk(folder):  # rglob raises when a folder goes while it looks
+    for place, _, names in os.walk(folder):  # rglob raises if a folder disappears meanwhile
         for name in names:
-            with contextlib.suppress(OSError):  # a miner that runs deletes files meanwhile
+            with contextlib.suppress(OSError):  # a running miner may delete files meanwhile
                 total += Path(place, name).lstat().st_size
     return total
 
 
 def check_shared_memory(examination: Examination) -> Iterator[Check]:
-    """Check /dev/shm, by which ranks on several GPUs exchange; a container has 64 MB of it."""
+    """Check /dev/shm, which ranks on several GPUs exchange data through; containers get 64 MB."""
     if gpu_bytes(examination.config) is None or examination.ranks < 2:
         return
-    with contextlib.suppress(OSError):  # this system has no /dev/shm
+    with contextlib.suppress(OSError):  # raised if this system has no /dev/shm
         free = free_bytes(Path("/dev/shm"))
         if free is not None and free < _SHARED_MEMORY:
             finding = f"{free / 1e9:.1f} GB free in /dev/shm; NCCL wants about 1 GB"
@@ -354,14 +356,14 @@ def check_shared_memory(examination: Examination) -> Iterator[Check]:
 
 
 def check_webhook(examination: Examination) -> Iterator[Check]:
-    """Report which service gets this miner's messages; nothing if there is none."""
+    """Report which service gets this miner's messages; nothing if no service is set."""
     if (url := examination.config.telemetry.notify_url) is not None:
         finding = f"messages go to {service_of(url)}; dt-doctor --notify sends one now"
         yield Check("notify", "ok", finding)
 
 
 def check_ports(examination: Examination) -> Iterator[Check]:
-    """Check whether the DHT peer can listen on its port, at all addresses of this machine."""
+    """Check whether the DHT peer can listen on its port, on all addresses of this machine."""
     port, name = examination.config.swarm.dht_port, "port dht.port"
     if examination.config.rounds.exchange != "hivemind":
         return
@@ -377,10 +379,10 @@ def check_ports(examination: Examination) -> Iterator[Check]:
         remedy = f"stop what listens there (ss -ltnup 'sport = :{port}') or give --dht.port "
         yield Check(name, "fail", finding, f"{remedy}another port")
     else:
-        yield Check(name, "ok", f"{port} is free" if port else "a free one is taken")
+        yield Check(name, "ok", f"{port} is free" if port else "any free port will be used")
 
 
-#: The order matters: memory and room need what the check of the model found.
+#: The order matters: the checks of memory and disk need the shape that the check of the model sets.
 CHECKS: tuple[Checker, ...] = (
     *(check_configuration, check_torch, check_gpus, check_model, check_memory),
     *(check_room, check_shared_memory, check_webhook, check_ports),

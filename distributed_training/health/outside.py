@@ -1,4 +1,4 @@
-"""Checks of what others must see of this miner: clock, chain, bucket, network link, peers, data."""
+"""Check what this miner needs from outside: clock, chain, bucket, network link, peers and data."""
 
 from __future__ import annotations
 
@@ -46,27 +46,27 @@ from distributed_training.store.opening import open_store
 from distributed_training.store.s3 import endpoint_of
 from distributed_training.store.transfer import Retry
 
-_CHAIN_TIMEOUT = timedelta(seconds=30)  # limit for a first answer of the chain
-_SOON = timedelta(seconds=7)  # limit for a registry, or while the miner runs
-_TIMEOUT = timedelta(seconds=5)  # limit for one request or connection
-_ADDRESS_TIMEOUT = timedelta(seconds=2)  # limit for each service that is asked
-_STORE_TIMEOUT = timedelta(seconds=10)  # limit for the store's first answer
+_CHAIN_TIMEOUT = timedelta(seconds=30)  # time limit for the chain's first answer
+_SOON = timedelta(seconds=7)  # the same for a registry, or while the miner runs
+_TIMEOUT = timedelta(seconds=5)  # time limit for one request or connection
+_ADDRESS_TIMEOUT = timedelta(seconds=2)  # time limit for each service that is asked
+_STORE_TIMEOUT = timedelta(seconds=10)  # time limit for the store's first answer
 _LINE_BYTES = 8 * 1024 * 1024
 
-_KEYS_REMEDY = "check the R2_ variables in .env, and bucket and keys at R2 or another store"
+_KEYS_REMEDY = "check the R2_ variables in .env, and the bucket and keys at R2 or another store"
 
 _WRONG = (ValueError, RuntimeError, OSError)  # the errors that end a start
 
 #: Two peers whose clocks differ by ``LIMIT`` seconds do not meet. Two clocks that are wrong by
-#: ``WARN`` seconds in opposite directions differ by as much.
+#: ``WARN`` seconds in opposite directions differ by that much.
 LIMIT, WARN = 3.0, 1.5
 _CLOCK_REMEDY = "timedatectl set-ntp true; then timedatectl shows 'synchronized: yes'"
-# OSError is for certificates that cannot be read.
+# OSError is raised for certificates that cannot be read.
 _NO_TIME = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, KeyError, OverflowError)
 
 
 def _failure(name: str, error: Exception, remedy: str) -> Check:
-    finding = " ".join(str(error).split()) or type(error).__name__  # texts may have lines
+    finding = " ".join(str(error).split()) or type(error).__name__  # some have several lines
     return Check(name, "fail", finding, remedy)
 
 
@@ -74,7 +74,7 @@ def _failure(name: str, error: Exception, remedy: str) -> Check:
 
 
 def check_proxies(examination: Examination) -> list[Check]:
-    """Report the use of the proxy variables; nothing if none is set."""
+    """Report what the proxy variables are used for; nothing if none of them is set."""
     given = [name for name in VARIABLES if variable(name)]
     if not given:
         return []
@@ -84,7 +84,7 @@ def check_proxies(examination: Examination) -> list[Check]:
         places = {"registry": [chain.registry_url]}
     else:
         places = {"chain": [chain_endpoint(chain)]}
-    with suppress(ValueError):  # the settings name no account yet
+    with suppress(ValueError):  # raised if the settings name no account yet
         places["store"] = [endpoint_of(config.store)]
     if data.spec.kind == "hub":
         places["data"] = [HUB]
@@ -93,24 +93,24 @@ def check_proxies(examination: Examination) -> list[Check]:
     used = [place for place, urls in places.items() if any(map(proxy_for, urls))]
     unused = [place for place in places if place not in used]
     finding = (
-        f"{', '.join(given)} set: used for {', '.join(used) or 'nothing'}; not for "
-        f"{', '.join([*unused, 'private addresses, DHT peers, the look-up of our address'])}"
+        f"{', '.join(given)} set: used for {', '.join(used) or 'nothing'}, but not for "
+        f"{', '.join([*unused, 'private addresses, DHT peers or looking up our address'])}"
     )
     if wrong := unusable():
-        finding += f"; {', '.join(wrong)} names no HTTP proxy, so nothing goes there"
-        remedy = "give http://HOST:PORT, or unset it"
+        finding += f"; {', '.join(wrong)} names no HTTP proxy, so it is not used"
+        remedy = "set it to http://HOST:PORT, or unset it"
         return [Check("proxies", "warn", finding, remedy)]
     return [Check("proxies", "ok", finding)]
 
 
 def check_chain(examination: Examination) -> list[Check]:
-    """Check network, hotkey and commitment as the chain has them.
+    """Check the network, the hotkey and the commitment as the chain has them.
 
-    ``examination`` gets the uid, if the operator gave none.
+    The uid is stored in ``examination``, unless the operator gave one.
     """
     config = examination.config
     shared, own = ["network"], []
-    if config.has_bucket:  # the chain has its read key, and the master's
+    if config.has_bucket:  # the chain has the read keys of this bucket and of the master's
         shared, own = ["network", "global state"], ["commitment"]
     wallet, refused = None, None
     try:
@@ -119,15 +119,15 @@ def check_chain(examination: Examination) -> list[Check]:
     except ConfigError as error:
         cause, _, remedy = str(error).rpartition(": ")
         refused = Check("hotkey", "fail", cause or str(error), remedy or "--wallet.name, .path")
-    # A start waits for a chain that is away; a person at a terminal gets an answer.
+    # A start waits for a chain that does not answer, but a person at a terminal needs a result.
     longest = _SOON if examination.running or config.chain.registry_url else _CHAIN_TIMEOUT
     quick = min(config.chain.start_timeout, longest)
     settings = dataclasses.replace(config.chain, start_timeout=quick)
     with ExitStack() as stack:
         try:
             chain = follow_chain(settings, stack, wallet)
-            # Check it without a wallet too, since a newcomer must know before registering that it
-            # is the right network.
+            # Check the network without a wallet too, since newcomers must know that it is the right
+            # one before they register.
             network = check_network(
                 chain.neurons(),
                 netuid=config.chain.netuid,
@@ -135,7 +135,7 @@ def check_chain(examination: Examination) -> list[Check]:
             )
             found = [network]
             if "global state" in shared:
-                alive = Check("global state", "skip", "not looked at: network failed")
+                alive = Check("global state", "skip", "not checked: network failed")
                 if network.status == "ok":
                     alive = check_global_state(config, chain)
                 found.append(alive)
@@ -146,8 +146,8 @@ def check_chain(examination: Examination) -> list[Check]:
                 finding = f"{wallet.ss58} is not registered on subnet {config.chain.netuid}"
                 remedy = how_to_register(config.chain)
                 if network.status == "fail":
-                    # A registration there is paid for and earns nothing.
-                    remedy = "do not register it there: see network"
+                    # A registration there would cost money and earn nothing.
+                    remedy = "do not register it there: see the row network"
                 unregistered = Check("hotkey", "fail", finding, remedy)
                 return [*found, unregistered, *_skipped(own, "hotkey failed")]
             found.append(Check("hotkey", "ok", f"{wallet.ss58} has uid {uid}"))
@@ -164,7 +164,7 @@ def check_chain(examination: Examination) -> list[Check]:
 
 
 def _skipped(names: Sequence[str], why: str) -> list[Check]:
-    return [Check(name, "skip", f"not looked at: {why}") for name in names]
+    return [Check(name, "skip", f"not checked: {why}") for name in names]
 
 
 def _check_commitment(config: Config, chain: Chain, hotkey: str) -> Check:
@@ -179,18 +179,18 @@ def _check_commitment(config: Config, chain: Chain, hotkey: str) -> Check:
     return Check(
         "commitment",
         "warn",
-        "the chain holds another read key than .env, with which validators read until it is new",
-        "start the miner: it writes the new one; keep the old token until then",
+        "the chain holds another read key than .env, and validators use it until it is replaced",
+        "start the miner: it writes the new key; keep the old token until then",
     )
 
 
 def check_clock(examination: Examination) -> list[Check]:
-    """Compare this machine's clock with the store's, since peers and signatures need it.
+    """Compare this machine's clock with the store's, since peers and signatures depend on it.
 
     DHT peers whose clocks are more than 3 s apart do not meet, since hivemind refuses the other's
-    entries. Stores refuse requests that are 15 minutes off. So a wrong clock looks like a closed
-    port or a wrong key. The store mostly runs on another machine, and its answers have its
-    ``Date``. A registry names a wrong clock itself if it refuses a call for it.
+    entries. Stores refuse requests whose time is 15 minutes off. So a wrong clock looks like a
+    closed port or a wrong key. The store usually runs on another machine, and its answers have a
+    ``Date``. A registry says so itself if it refuses a call because of a wrong clock.
     """
     name = "clock"
     try:
@@ -209,22 +209,22 @@ def check_clock(examination: Examination) -> list[Check]:
     except _NO_TIME as error:
         return [Check(name, "skip", f"the store does not tell its time ({error})")]
     if cached:
-        return [Check(name, "skip", "a cache before the store answers in its place")]
-    # The store gives whole seconds, so assume the middle of one, and of the time it took to answer.
+        return [Check(name, "skip", "a cache in front of the store answers instead of it")]
+    # The store gives whole seconds, so assume the middle of a second and of the request's time.
     ahead = (began + ended) / 2 - (theirs + 0.5)
     sure = abs(ahead) - (ended - began) / 2
     finding = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the store's"
     if sure >= LIMIT:
-        finding += "; no DHT peer meets it, and from 10 s on the registry refuses its calls"
+        finding += "; no DHT peer can meet it, and from 10 s on the registry refuses its calls"
         return [Check(name, "fail", finding, _CLOCK_REMEDY)]
     if sure >= WARN:
-        finding += f"; from {LIMIT:.0f} s on no DHT peer meets it"
+        finding += f"; from {LIMIT:.0f} s on no DHT peer can meet it"
         return [Check(name, "warn", finding, _CLOCK_REMEDY)]
     return [Check(name, "ok", finding)]
 
 
 def check_address(examination: Examination) -> list[Check]:
-    """Report where others find this machine, as a start does, and how to try it from outside."""
+    """Report where others find this machine, as a start does, and how to test it from outside."""
     config = examination.config
     if config.rounds.exchange != "hivemind":
         return []
@@ -235,7 +235,7 @@ def check_address(examination: Examination) -> list[Check]:
         return [Check("address", "warn", cause, remedy)]
     port = config.swarm.dht_external_port or config.swarm.dht_port
     at = f"[{ip}]" if ":" in ip else ip
-    finding = f"others get {at}, port {port} for DHT peers; from a second machine: "
+    finding = f"others get {at}, port {port} for DHT peers; test it from a second machine: "
     finding += f"python -m distributed_training doctor --probe {at}:{port}"
     return [Check("address", "ok", finding)]
 
@@ -244,15 +244,15 @@ def check_address(examination: Examination) -> list[Check]:
 
 
 def check_bucket(examination: Examination) -> list[Check]:
-    """Check the bucket as a start does, and whether our keys write, read back and delete.
+    """Check the bucket as a start does, and that our keys can write, read back and delete.
 
-    Then, how long an upload takes on this network link.
+    Then measure how long an upload takes over this network link.
     """
     config, uid = examination.config, examination.uid
     if not config.has_bucket:
         return []
     if uid is None:
-        reason = "its name ends in the uid, which is not known: give --uid N"
+        reason = "its name ends with the uid, which is not known: use --uid N"
         return [Check(name, "skip", reason) for name in ("bucket", "line")]
     bucket = miner_bucket(config.store.global_model_name, uid)
     try:
@@ -261,15 +261,15 @@ def check_bucket(examination: Examination) -> list[Check]:
             closing(open_own(config.store, bucket, write=False)) as reader,
         ):
             check_own(writer, timeout=_STORE_TIMEOUT)
-            own_commitment(config.store, bucket)  # the read key cannot write: all may have it
-            # A name of its own: a miner may be at work in this bucket.
+            own_commitment(config.store, bucket)  # checks that the public read key cannot write
+            # Use a unique name: a miner may be at work in this bucket.
             key, content = f"diagnose-{secrets.token_hex(8)}", b"diagnose"
             writer.put(key, content)
             try:
                 if reader.get(key, limit=64) != content:
                     raise StoreError(f"{bucket}: R2_READ does not see what R2_WRITE wrote")
             finally:
-                # Delete it even if the reader failed, since nobody else would.
+                # Delete it even if the reader failed, since nothing else would.
                 writer.delete(key)
     except _WRONG as error:
         failed = _failure("bucket", error, _KEYS_REMEDY)
@@ -279,9 +279,9 @@ def check_bucket(examination: Examination) -> list[Check]:
 
 
 def check_access(examination: Examination) -> list[Check]:
-    """Check that the registry gives access to the bucket, and what our link must send."""
+    """Check that the registry gives access to the bucket, and report the speed our link needs."""
     config, name = examination.config, "access"
-    if config.has_bucket:  # check_chain looks at it, by the master's commitment
+    if config.has_bucket:  # check_chain looks at it, with the key in the master's commitment
         return []
     if refused := examination.failed("hotkey"):
         return [Check(name, "skip", f"not asked: {refused} failed")]
@@ -294,15 +294,15 @@ def check_access(examination: Examination) -> list[Check]:
         except _WRONG as error:
             remedy = "check the network, or ask the founder whether registry and store run"
             return [_failure(name, error, remedy)]
-    finding = f"the registry hands out URLs of {config.store.global_model_name}"
+    finding = f"the registry hands out URLs for {config.store.global_model_name}"
     if state is None:
-        remedy = "wait until its validator runs; ask who runs the network"
+        remedy = "wait until its validator runs, or ask the founder"
         return [Check(name, "warn", f"{finding}, which has no state yet", remedy)]
     age = timedelta(seconds=max(0.0, state.age_seconds or 0.0))
     found = [Check(name, "ok", f"{finding}; its state is {age.total_seconds():.0f} s old")]
     if age > 2 * config.rounds.period:
         remedy = "ask the founder whether the validator runs"
-        found = [Check(name, "warn", f"{finding}, and nobody has led it for {age}", remedy)]
+        found = [Check(name, "warn", f"{finding}, with no new state for {age}", remedy)]
     if (shape := examination.shape) is not None:
         size, grace = file_bytes(shape.trained, config.rounds.codec), config.rounds.grace
         speed = 8 * size / grace.total_seconds() / 1e6
@@ -312,7 +312,7 @@ def check_access(examination: Examination) -> list[Check]:
 
 
 def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
-    """Send 8 MiB, and compare with the time that an upload has after a close."""
+    """Send 8 MiB, and compare the speed with the time that an upload has after a close."""
     # Send random bytes, since bytes that a link compresses would seem to travel faster.
     key, content = f"diagnose-{secrets.token_hex(8)}", secrets.token_bytes(_LINE_BYTES)
     try:
@@ -323,7 +323,7 @@ def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
         writer.delete(key)
     except (StoreError, ValueError) as error:
         return Check("line", "fail", f"8 MiB could not be sent ({error})", _KEYS_REMEDY)
-    finding = f"{8 * speed / 1e6:.0f} Mbit/s up, on one connection"
+    finding = f"{8 * speed / 1e6:.0f} Mbit/s up, over one connection"
     if shape is None:
         return Check("line", "ok", finding)
     seconds = file_bytes(shape.trained, config.rounds.codec) / speed
@@ -332,7 +332,7 @@ def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
     if seconds < 0.5 * grace:
         return Check("line", "ok", finding)
     finding += f", and has {grace:.0f} s after a close"
-    return Check("line", "warn", finding, "a faster line")
+    return Check("line", "warn", finding, "get a faster line")
 
 
 # --- peers and data -------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ def check_tokenizer(examination: Examination) -> list[Check]:
     config = examination.config
     name = config.miner.global_tokenizer_name
     if examination.running:  # importing the libraries would take seconds from the ranks
-        return [Check("tokenizer", "ok", f"{name}; the running miner reads with it")]
+        return [Check("tokenizer", "ok", f"{name}; the running miner uses it")]
     from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 
     if not config.published.get("tokenizer", Path()).exists():
@@ -359,16 +359,16 @@ def check_tokenizer(examination: Examination) -> list[Check]:
 
 
 def check_data(examination: Examination) -> list[Check]:
-    """Ask for the table of rows and for one page."""
+    """Ask the data source for its table of rows and for one page."""
     from distributed_training.data.own_text import OwnText
     from distributed_training.data.page_source import Counts
     from distributed_training.data.sources import Source
 
     data, place = examination.config.data, examination.config.published.get("data", Path())
     if not examination.config.reads_text:
-        return [Check("data", "skip", "a script reads text of its own")]
+        return [Check("data", "skip", "the script reads its own text")]
     if not place.exists():
-        return [Check("data", "skip", f"not here yet: a start fetches them into {place}")]
+        return [Check("data", "skip", f"not here yet: a start fetches it into {place}")]
     try:
         if data.own:
             found = OwnText(data, Counts())
@@ -385,7 +385,7 @@ def check_data(examination: Examination) -> list[Check]:
     return [Check("data", "ok", f"{finding}{seconds:.1f} s")]
 
 
-#: The order matters: the bucket's name ends in the uid that the chain gives.
+#: The order matters: the bucket's name ends with the uid that the chain gives.
 CHECKS: tuple[Checker, ...] = (
     *(check_proxies, check_chain, check_clock, check_address, check_bucket, check_access),
     *(check_tokenizer, check_data),

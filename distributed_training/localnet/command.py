@@ -22,17 +22,18 @@ from distributed_training.scoring.export import ExportError, export_model, find_
 from distributed_training.store.errors import StoreError
 from distributed_training.telemetry.page import PageProcess
 
-# Ctrl-C: miners get this long, the founder's programs as long; with all else it is < 15 s.
+# After Ctrl-C, the miners get this long to stop, and then the founder's programs; with everything
+# else, the stop takes less than 15 s.
 INTERRUPT_GRACE = timedelta(seconds=6)
 _PROMPTS = ("def ", "import ", "class ", "    # ")
-_ROUND = 1.15  # periods from outer step to outer step, with the round itself
+_ROUND = 1.15  # time between two outer steps, in periods, including the round itself
 
 
 def build_parser() -> Parser:
     parser = Parser(
         prog="dt-localnet",
         description="Run a whole subnet on this machine: object store, chain, validator, miners.",
-        epilog="Exit status: 0 all rounds worked and uploads were scored; 1 something did not; "
+        epilog="Exit status: 0 all rounds worked and uploads were scored; 1 something failed; "
         "2 bad arguments; 130 interrupted.",
     )
     add = parser.add_argument
@@ -40,7 +41,7 @@ def build_parser() -> Parser:
     add("--miners", type=ranged(1, 100), help="how many miners (default 2)")
     add("--ranks", type=text, help="ranks per miner, e.g. 2,1 (default: 2 for the first, then 1)")
     add("--exchange", choices=("hivemind", "store"), default="hivemind", help="(hivemind)")
-    about = "how uploads become an update: a name, or a plug-in's FILE.py (default nesterov)"
+    about = "rule that turns uploads into an update: a name, or a plug-in's FILE.py (nesterov)"
     add("--outer-rule", type=text, help=about)
     how_long = parser.add_mutually_exclusive_group()
     about = "stop after this many outer steps (default 2)"
@@ -48,25 +49,25 @@ def build_parser() -> Parser:
     about = "run as many outer steps as fit into this many minutes"
     how_long.add_argument("--minutes", type=ranged(1.0, 1e5), help=about)
     add("--folder", type=path, default=Path("runs/localnet"), help="where everything is written")
-    about = "seconds between rounds (default 60, and more on a busy or slow machine)"
+    about = "seconds between rounds (default 60, or more on a busy or slow machine)"
     add("--period", type=ranged(1.0, 1e5), help=about)
-    add("--timeout", type=ranged(1.0, 1e6), help="seconds for the run (default: as rounds need)")
+    add("--timeout", type=ranged(1.0, 1e6), help="limit in seconds (default: depends on rounds)")
     add("--keep", action="store_true", help="keep buckets and checkpoints after a good run")
-    add("--stay", action="store_true", help="run until Ctrl-C, and print how a miner joins by hand")
-    add("--page-port", type=ranged(0, 65535), default=0, help="of the live page (default: any)")
-    about = "more flags for every miner, in quotes"
+    add("--stay", action="store_true", help="run until Ctrl-C, and print how another miner joins")
+    add("--page-port", type=ranged(0, 65535), default=0, help="the dashboard's port (default: any)")
+    about = "additional flags for every miner, in quotes"
     add("--miner-flags", type=_split_flags, default=(), help=about)
-    about = "more for the validator, in quotes"
+    about = "additional flags for the validator, in quotes"
     add("--validator-flags", type=_split_flags, default=(), help=about)
-    add("--miner-script", type=path, help="another miner's program (default: this package's)")
-    add("--validator-script", type=path, help="another validator's (default: this package's)")
+    add("--miner-script", type=path, help="program of the miners (default: this package's)")
+    add("--validator-script", type=path, help="program of the validator (default: this package's)")
     return parser
 
 
 def _split_flags(text: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(argument(Text)(text)))
-    except ValueError as error:  # a quotation mark without its second
+    except ValueError as error:  # a quotation mark is not closed
         raise argparse.ArgumentTypeError(f"{text!r:.100}: {error}") from None
 
 
@@ -113,14 +114,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"PROBLEM: {line}")
         return ExitStatus.INTERRUPTED if interrupted else ExitStatus.FAULT
     summary = subnet.summary(failures)
-    if interrupted:  # unreached goals are not problems then
+    if interrupted:  # then goals that were not reached are no problems
         summary = replace(summary, problems=(*failures, *subnet.problems))
-    # Write it before the sample, which takes seconds and which a second Ctrl-C may end.
+    # Write it before the sample, which takes seconds and may be ended by a second Ctrl-C.
     summary.write(subnet.folder)
     print(summary.text(), end="")
     print(f"logs: {subnet.folder}/*/log.txt")
     if summary.ok and (not interrupted or (arguments.stay and done)):
-        # Export before the validator's folder, from which this reads, is emptied.
+        # Export the model before emptying the validator's folder, from which it is read.
         folder = subnet.folder / "model"
         shutil.rmtree(folder, ignore_errors=True)
         config = load_config(
@@ -137,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"model of outer step {step}: {folder}\nwhat it writes: {text}")
         except ExportError as error:
             print(f"no sample: {error}", file=sys.stderr)
-        # Buckets, checkpoints and uploads; logs, events and metrics are files next to these.
+        # Delete buckets, checkpoints and uploads; logs, events and metrics are next to them.
         bulk = [subnet.folder / STORE_FOLDER]
         for neuron in subnet.neurons:
             bulk += [path for path in neuron.folder.iterdir() if path.is_dir()]
@@ -153,7 +154,7 @@ def _run(
     signals: StopSignals,
     arguments: argparse.Namespace,
 ) -> str:
-    """Start, follow and stop the subnet; return the failure, or "". Raises ConfigError."""
+    """Start, follow and stop the subnet; return what failed, or "". Raises ConfigError."""
     try:
         subnet.start()
         if arguments.minutes:
@@ -170,7 +171,7 @@ def _run(
             if joining:
                 view.report(joining)
             subnet.wait_for_outer_steps(options.outer_steps, limit)
-            # Scores come after the last step; a run without them would seem to have failed.
+            # Scores come after the last step; without them, the run would look like a failure.
             subnet.wait_for_figures(timedelta(seconds=20))
             if arguments.stay:
                 view.report(f"the subnet runs until Ctrl-C; {joining}")
@@ -182,9 +183,9 @@ def _run(
     except StopNow:
         view.report("interrupted; stopping")
     finally:
-        signals.interrupts = False  # a stop is bounded: let it end
-        # Stop the subnet also before an exception that is a defect reaches the caller. With --stay
-        # Ctrl-C is the usual end, so the programs have the usual time.
+        signals.interrupts = False  # do not interrupt the stop: its time is limited
+        # Stop the subnet also if an unexpected exception is on its way to the caller. With --stay,
+        # Ctrl-C is the normal end, so the programs get the normal time to stop.
         hurried = signals.stop.is_set() and not arguments.stay
         subnet.stop(INTERRUPT_GRACE if hurried else None)
     return ""

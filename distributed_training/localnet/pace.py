@@ -1,8 +1,9 @@
-"""Measure how slow or busy this machine is, to choose a local subnet's times.
+"""Measure how slow or busy this machine is, to choose the times of a local subnet.
 
-With a fixed period, a machine that many programs share would train a step or two between two
+With a fixed period, a machine that many programs share would train only a step or two between two
 rounds, and its uploads would come too late. Therefore as many processes as the subnet has neurons
-compute for a moment what training computes, and the period grows as much as they are slower.
+multiply matrices for a moment, as training does. If they are slower than on a reference machine,
+the period is longer by the same factor.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 from distributed_training.common.processes import without_secrets
 
-#: Products per second of each of four processes (two miners of 2 and 1 ranks, a validator) on two
-#: free cores: for these the times of ``networks/local.toml`` are made.
+#: Matrix products per second of each of four processes (two miners with 2 and 1 ranks, and a
+#: validator) on two free cores. The times in ``networks/local.toml`` are chosen for such a machine.
 _REFERENCE = 1450.0
 _SECONDS = 1.5
-_SPARED = 1.3  # times as slow; less is noise
-_MOST = 60.0  # times
-_LONGEST = 60.0  # seconds for a process, after which the machine counts as the slowest
+_SPARED = 1.3  # a slowness up to this factor is ignored as noise
+_MOST = 60.0  # largest factor
+_LONGEST = 60.0  # seconds after which a process is stopped, and its rate counts as 0
 _PROGRAM = f"""
 import time, numpy
 a = numpy.ones((256, 256), dtype="float32")
@@ -34,9 +35,10 @@ print(done / (time.monotonic() - began))
 
 
 def measure_slowness(processes: int) -> float:
-    """Return how many times slower ``processes`` at once are here than four on two free cores.
+    """Return how many times slower ``processes`` parallel processes are than on the reference.
 
-    It is at least 1, and 1 if nothing can be measured.
+    The reference is four processes on two free cores. The result is at least 1, and it is 1 if
+    nothing can be measured.
     """
     with ThreadPoolExecutor(processes) as pool:
         rates = [*pool.map(_measure_rate, range(processes))]
@@ -45,7 +47,7 @@ def measure_slowness(processes: int) -> float:
 
 
 def _measure_rate(_: int) -> float:
-    """Return the products per second of one process."""
+    """Return the matrix products per second of one process."""
     one = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
     try:
         done = subprocess.run(

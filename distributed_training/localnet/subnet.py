@@ -1,9 +1,9 @@
 """Run a whole subnet on this machine: an S3 server, ``dt-network run`` and the miners.
 
-The orchestrator starts these programs, follows their events and ends them. It has no part in the
-protocol: neurons talk through store, registry and DHT, as between machines. The run folder is a
-founder's. It is locked while it is used, and emptied only if a local subnet wrote it. ``make run``
-(``command.py``) and tests use it.
+The orchestrator starts these programs, follows their events and stops them. It takes no part in the
+protocol: neurons communicate through the store, the registry and the DHT, as they do between
+machines. The run folder is also a founder's folder. It is locked while it is used, and emptied only
+if a local subnet wrote it. ``make run`` (``command.py``) and tests use this module.
 """
 
 from __future__ import annotations
@@ -55,54 +55,54 @@ from distributed_training.telemetry.neuron_state import NeuronState
 if TYPE_CHECKING:
     from distributed_training.store.s3 import S3ObjectStore
 
-STATE_FILE = "localnet.json"  # this file also tells that a folder is ours
+STATE_FILE = "localnet.json"  # this file also shows that a folder is ours
 LOCK_FILE = ".lock"
 _START = timedelta(seconds=120)  # time for the validator to start and publish the first model
 _TURN = 12.0  # seconds that a miner's first inner step may delay the next miner's start
-_SETTLE = timedelta(seconds=5)  # time for a process to end after the one that started it
-_GRACE = 20.0  # seconds after a close in which uploads are taken
-_BUCKET = "local"  # global bucket of the network
+_SETTLE = timedelta(seconds=5)  # time for a process to end after the process that started it
+_GRACE = 20.0  # seconds after a close in which uploads are accepted
+_BUCKET = "local"  # name of the network's global bucket
 STORE_FOLDER = "s3"  # folder of the object store's data, in the run folder
-GUEST = "guest"  # folder of a miner that joins by hand
+GUEST = "guest"  # folder of a miner that the operator starts
 
 
 def take_folder(path: Path, stack: ExitStack) -> None:
     """Lock a run folder until ``stack`` closes, and empty it.
 
-    Raises ConfigError; nothing has changed then.
+    If it raises ConfigError, nothing in the folder has changed.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        # Locked before a look at the contents: another subnet may be running there.
-        other = "give --folder another folder"
+        # Lock it before looking at its contents: another subnet may be running there.
+        other = "use another folder with --folder"
         stack.enter_context(sole_user(path, LOCK_FILE, "local subnet", instead=other))
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be used ({error.strerror}), so no subnet was started: give "
-            "--folder a new or empty folder of yours"
+            f"{path} cannot be used ({error.strerror}), so no subnet was started: use "
+            "--folder with a new or empty folder of your own"
         ) from None
     contents = [p for p in path.iterdir() if p.name != LOCK_FILE]
     if contents and not (path / STATE_FILE).exists():
         (path / LOCK_FILE).unlink()
         raise ConfigError(
-            f"{path} holds files that no local subnet wrote, so it is not used: "
-            "give --folder a new or empty folder"
+            f"{path} contains files that no local subnet wrote, so it is not used: "
+            "use --folder with a new or empty folder"
         )
     for found in contents:
-        # For a link, remove the link and not its target.
+        # If it is a link, remove the link and not its target.
         if found.is_dir() and not found.is_symlink():
             shutil.rmtree(found)
         else:
             found.unlink()
-    # Write this at once, so that the next start knows the folder as ours, whatever ends this
-    # process.
+    # Write this at once, so that the next start recognizes the folder as ours, no matter how this
+    # process ends.
     write_json(path / STATE_FILE, {}, durable=False)
 
 
 class SubnetFailure(RuntimeError):
     """The subnet did not reach its goal.
 
-    The text is for the operator: the missed goal, and the state of each neuron.
+    The text tells the operator which goal was missed, and the state of each neuron.
 
     Examples:
         >>> str(SubnetFailure("outer step 1 did not come within 180 s"))
@@ -111,10 +111,10 @@ class SubnetFailure(RuntimeError):
 
 
 class LocalNeuron(Child):
-    """A neuron's program and its state by its events.
+    """A neuron's program, and its state as known from its events.
 
-    ``state``: the state of its run folder, which is ``folder`` unless the caller names another.
-    ``flags``: its settings, which are words of ``command`` too.
+    ``state``: the state of the run folder; by default, ``folder`` is the run folder. ``flags``: the
+    neuron's settings, which are also part of ``command``.
     """
 
     def __init__(
@@ -139,9 +139,9 @@ class LocalNeuron(Child):
 
 
 class Founder(LocalNeuron):
-    """``dt-network run`` as a child: the registry and the validator, whose lines are in its log.
+    """``dt-network run`` as a child. Its log has the lines of the registry and the validator.
 
-    ``network``: the founder's folder; ``words``: more for the program.
+    ``network``: the founder's folder; ``words``: additional arguments for the program.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Founder(LocalNeuron):
         command = [sys.executable, "-m", module, "run", str(network), *words]
         state = NeuronState(network / "validator", uid=0)
         super().__init__("validator", command, environment, folder, state=state)
-        self._read = 0  # bytes of the log
+        self._read = 0  # number of bytes of the log that were read
         self._answers = self._has_lost = False
 
     def is_ready(self) -> bool:
@@ -165,7 +165,7 @@ class Founder(LocalNeuron):
 
     @property
     def problem(self) -> str:
-        """Why the network is not whole, else ""; the program starts again what has ended."""
+        """Why the network is incomplete, or "". The program itself restarts what has ended."""
         self._read_log()
         lost = self._has_lost and not self.stopping
         return self._describe("or the registry has ended") if lost else super().problem
@@ -179,7 +179,7 @@ class Founder(LocalNeuron):
         self._has_lost |= _LOST.search(lines) is not None
 
 
-#: A line of ``dt-network run`` about the end of its program.
+#: A line of ``dt-network run`` which says that one of its programs has ended.
 _LOST = re.compile(rb"^(registry|validator) *\| The \1 ended|^network *\| the \w+ ended", re.M)
 
 
@@ -189,16 +189,17 @@ def join(
     words: Sequence[str],
     environ: Mapping[str, str] = os.environ,
 ) -> int:
-    """Join a network of this machine as ``dt-join`` does; return the uid.
+    """Join a network on this machine as ``dt-join`` does; return the uid.
 
-    ``folder``: the member's. ``words``: its settings. Raises ConfigError, ChildFailure.
+    ``folder``: the member's folder. ``words``: the member's settings. Raises ConfigError,
+    ChildFailure.
     """
     try:
         with contextlib.chdir(folder.parent), contextlib.redirect_stdout(io.StringIO()):
             _, uid = enter(folder, [str(network), *words], environ)
-    except RuntimeError as error:  # the registry has gone meanwhile, or has refused
+    except RuntimeError as error:  # the registry has ended in the meantime, or has refused
         raise ChildFailure(str(error)) from None
-    assert uid is not None  # a registry gives one
+    assert uid is not None  # a registry always assigns one
     return uid
 
 
@@ -209,17 +210,17 @@ def to_words(flags: Mapping[str, str]) -> list[str]:
 class LocalSubnet:
     """A network of real processes on this machine: object store, chain, validator and miners.
 
-    Start it with :meth:`start` or as a context; end it with :meth:`stop`, which may be called at
-    any time and more than once.
+    Start it with :meth:`start` or as a context manager; end it with :meth:`stop`, which may be
+    called at any time and more than once.
 
     Args:
         options: Number of miners, kind of exchange, folder, times.
-        tell: Is called with one line of text for each thing that happens.
-        refresh: Is called with this object, ten times a second while it waits, to redraw a view.
-        stop_grace: Time for the miners' stop; the founder's programs then have as long again. A
-            process that does not end in it is killed and reported.
-        settle: How long a miner may be behind the validator's published outer step before
-            :meth:`wait_for_outer_steps` no longer waits for it.
+        tell: Called with one line of text for each event.
+        refresh: Called with this object, ten times per second while it waits, to redraw a view.
+        stop_grace: How long the miners get to stop; after that, the founder's programs get the same
+            time. A process that takes longer is killed and reported.
+        settle: How long :meth:`wait_for_outer_steps` waits for a miner after the validator has
+            published the outer step.
 
     Examples:
         ```python
@@ -247,23 +248,23 @@ class LocalSubnet:
         stop_grace: timedelta = timedelta(seconds=40),
         settle: timedelta = timedelta(seconds=15),
     ) -> None:
-        # What the caller wants.
+        # Given by the caller
         self.options = options
         self.stop_grace = stop_grace
         self._settle = settle.total_seconds()
         self._tell = tell
         self._refresh = refresh
-        # What runs.
+        # The programs
         self.neurons: list[LocalNeuron] = []  # the validator first
         self.store = ObjectStoreServer(self.folder / STORE_FOLDER)
         self.chain_endpoint = f"http://127.0.0.1:{free_ports(1)[0]}"
         self._locked = ExitStack()
-        # What has happened.
+        # What has happened so far
         self.started_at = time.time()
         self.problems: list[str] = []
-        self.strays: list[str] = []  # processes that outlived the one that should have ended them
+        self.strays: list[str] = []  # processes that outlived their parent, which should end them
         self._stopped = False
-        self._next_turn = 0.0  # monotonic: when a miner starts though the one before has no step
+        self._next_turn = 0.0  # monotonic time from which the next miner need not wait to start
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -272,10 +273,10 @@ class LocalSubnet:
 
         Raises:
             ConfigError: If the folder cannot be used. Nothing was started.
-            SubnetFailure: If a service or the validator does not come up. All processes were ended.
+            SubnetFailure: If a service or the validator does not start. All processes have ended.
         """
         with ExitStack() as undo:
-            # No process stays, whatever fails below, and after Ctrl-C.
+            # If anything below fails, or after Ctrl-C, leave no process behind.
             undo.callback(self.stop, timedelta(seconds=5))
             take_folder(self.folder, self._locked)
             self.started_at = time.time()
@@ -284,11 +285,11 @@ class LocalSubnet:
                 self.options = replace(self.options, slowness=slowness)
                 if slowness > 1:
                     self._tell(
-                        f"this machine is {slowness:g} times as busy or slow as two free cores: "
-                        f"from round to round it is {self.options.seconds / 60:.1f} minutes"
+                        f"this machine is {slowness:g} times slower or busier than two free cores: "
+                        f"a round comes every {self.options.seconds / 60:.1f} minutes"
                     )
             try:
-                self.store.start()  # it needs seconds; meanwhile:
+                self.store.start()  # this takes seconds; continue meanwhile
                 self._write_network()
                 self.neurons = self._list_neurons()
                 with contextlib.closing(self.open_bucket(write=True)) as bucket:
@@ -298,24 +299,24 @@ class LocalSubnet:
                 self._tell(f"chain at {self.chain_endpoint}")
                 self._start_neuron(self.validator)
                 self.validator.wait_ready()
-                # The registry gives uids in this order; the founder has the first.
+                # The registry assigns uids in this order, and the founder has the first.
                 for miner in self.miners:
                     join(miner.folder, self.network, miner.flags, miner.environment)
             except ChildFailure as failure:
                 raise SubnetFailure(str(failure)) from failure
-            # Wait for the validator: miners have nothing to load before its first model is there.
+            # Wait for the validator: miners have nothing to load until its first model exists.
             validator = self.validator.state
             longest = _START * self.options.slowness
             self.wait_until(lambda: validator.starts > 0, longest, "the validator's start")
             undo.pop_all()
 
     def stop(self, grace: timedelta | None = None) -> list[str]:
-        """End miners, founder's programs and store, in this order, and what remains of them.
+        """Stop the miners, the founder's programs and the store in this order, and then any strays.
 
-        Called again it does nothing.
+        A second call does nothing.
 
         Args:
-            grace: Time for the miners' stop, in place of ``stop_grace``.
+            grace: How long the miners get to stop, instead of ``stop_grace``.
 
         Returns:
             One line for each thing that went wrong.
@@ -324,16 +325,16 @@ class LocalSubnet:
             return []
         self._stopped = True
         grace = grace if grace is not None else self.stop_grace
-        # A session also has the processes whose parents will be gone by then.
+        # Note the sessions now: they include processes whose parents will have ended by then.
         leaders = set[int]()
         for process in self.processes():
-            with suppress(OSError):  # it has ended meanwhile
+            with suppress(OSError):  # the process has ended in the meantime
                 leaders.add(os.getsid(process.pid))
-        # Miners first: while they stop they still upload, and call store, chain and validator.
+        # Stop miners first: they still upload then, and need the store, chain and validator.
         problems = stop_together(self.miners, grace)
         problems += stop_together(self.neurons, grace)
         for neuron in self.neurons:
-            # Read again, because the last events belong in the summary.
+            # Read the events again, because the last ones belong in the summary.
             self._read_events(neuron)
             neuron.state.close()
             status = neuron.exit_status
@@ -357,12 +358,12 @@ class LocalSubnet:
 
     @property
     def folder(self) -> Path:
-        """Absolute path of the run folder."""
+        """The absolute path of the run folder."""
         return self.options.folder.absolute()
 
     @property
     def validator(self) -> LocalNeuron:
-        """The one validator, as a child of ``dt-network run``."""
+        """The validator; its program is ``dt-network run``."""
         return self.neurons[0]
 
     @property
@@ -376,7 +377,7 @@ class LocalSubnet:
         return self.folder / FILE
 
     def processes(self) -> list[psutil.Process]:
-        """List all processes of this subnet that run now."""
+        """List all processes of this subnet that are running now."""
         children: list[Child] = [*self.neurons, self.store]
         pids = [child.pid for child in children if child.pid is not None and child.running]
         return [process for pid in pids for process in tree_of(pid)]
@@ -390,7 +391,7 @@ class LocalSubnet:
         self.miners[index].kill_tree()
 
     def restart_miner(self, index: int) -> None:
-        """Start a miner that was killed or stopped again, in its own folder.
+        """Restart a miner that was killed or stopped, in its own folder.
 
         Args:
             index: The miner's place in ``SubnetOptions.ranks``.
@@ -398,14 +399,14 @@ class LocalSubnet:
         self._start_neuron(self.miners[index])
 
     def invite(self) -> str:
-        """Register one more hotkey and write settings with which a miner joins from outside.
+        """Register one more hotkey, and write the settings for a miner that the operator starts.
 
         Returns:
-            The commands to type, for an operator who rehearses with flags and pm2 of his own.
+            The commands to type, for an operator who wants to practise with his own flags and pm2.
         """
         (page,) = free_ports(1)
         guest = self._new_miner(GUEST, len(self.neurons), 1)
-        # The subnet's own page shows the miners that it runs, and not this one.
+        # The subnet's own page shows only the miners that the subnet runs, not this one.
         own = {"neuron.run_folder": str(guest.folder / "run"), "neuron.page_port": str(page)}
         join(guest.folder, self.network, [*guest.flags, *to_words(own)], guest.environment)
         typed = shlex.quote(str(guest.folder))
@@ -422,45 +423,44 @@ class LocalSubnet:
         """Read new events, and start a miner whose turn has come.
 
         Raises:
-            SubnetFailure: If a program ended that nobody had stopped.
+            SubnetFailure: If a program ended without having been stopped.
         """
-        # Start the next miner only when its imports delay no other miner's, because on two cores
-        # the imports of two miners at once double the time to the first inner step.
+        # Start the next miner only when its imports do not delay those of another: on two cores,
+        # two miners that import at once take twice as long to their first inner step.
         starting = [m for m in self.miners if m.running and not m.state.losses]
         waiting = [m for m in self.miners if m.pid is None]
         its_turn = len(starting) < max(1, usable_cores() - 1) or time.monotonic() > self._next_turn
         if waiting and its_turn and not self._stopped:
             self._next_turn = time.monotonic() + _TURN * self.options.slowness
-            self._start_neuron(waiting[0])  # waits by itself for a model to train
+            self._start_neuron(waiting[0])  # the miner itself waits for a model to train
         for neuron in self.neurons:
             self._read_events(neuron)
             if not neuron.problem:
                 continue
-            # Do as pm2 does, which starts a miner again unless its status says that this would not
-            # help.
+            # Do what pm2 does: restart a miner unless its exit status says that it would not help.
             again = neuron.uid and neuron.exit_status not in FINAL
             if not again or not self.options.restart_miners:
                 raise SubnetFailure(neuron.problem)
             self._start_neuron(neuron)
-        if self.store.problem:  # fail at once, not at the deadline
+        if self.store.problem:  # fail now rather than at the deadline
             raise SubnetFailure(self.store.problem)
 
     def wait_until(
         self, condition: Callable[[], bool], deadline: timedelta, what: str = "the condition"
     ) -> None:
-        """Follow the subnet until a condition holds.
+        """Follow the subnet until a condition is true.
 
         Args:
-            condition: Is called ten times a second.
+            condition: Called ten times per second.
             deadline: The longest wait.
-            what: Names the condition in the failure's text.
+            what: Name of the condition for the failure's text.
 
         Raises:
-            SubnetFailure: When ``deadline`` has passed, or as :meth:`poll`.
+            SubnetFailure: If ``deadline`` has passed, or for the reasons that :meth:`poll` lists.
         """
         if not self._follow(condition, deadline):
             raise SubnetFailure(
-                f"{what} did not come within {deadline.total_seconds():.0f} s; it stands at: "
+                f"{what} did not come within {deadline.total_seconds():.0f} s; current state: "
                 + "; ".join(
                     f"{n.name} {n.state.phase}, outer step {n.state.outer_step}, "
                     f"inner step {n.state.inner_step}"
@@ -471,22 +471,22 @@ class LocalSubnet:
     def wait_for_outer_steps(self, count: int, deadline: timedelta) -> None:
         """Wait until the validator and every running miner have taken some outer steps.
 
-        This does not wait for a miner longer than ``settle`` after the validator: the summary shows
-        that the miner missed the step.
+        After the validator, this waits for a miner no longer than ``settle``; the summary then
+        shows that the miner missed the step.
 
         Args:
-            count: Outer steps since the start.
+            count: Number of outer steps since the start.
             deadline: The longest wait.
 
         Raises:
-            SubnetFailure: As :meth:`wait_until`.
+            SubnetFailure: For the same reasons as :meth:`wait_until`.
         """
 
         def reached() -> bool:
             published = [at for step, at in self.validator.state.outer_steps if step >= count]
             if not published:
                 return False
-            # A miner that was killed or is late must not hold up the others for ever.
+            # A miner that was killed or is late must not hold up the others forever.
             settled = time.time() - published[0] > self._settle * self.options.slowness
             return settled or all(
                 any(step >= count for step, _ in miner.state.outer_steps)
@@ -497,20 +497,20 @@ class LocalSubnet:
         self.wait_until(reached, deadline, f"outer step {count}")
 
     def wait_for_figures(self, deadline: timedelta) -> None:
-        """Wait until an upload of every miner was judged and scored.
+        """Wait until an upload of every miner has been judged and scored.
 
-        Scores come on the validator's schedule; a summary without them shows that.
+        Scores come on the validator's schedule; if some are missing, the summary shows it.
 
         Args:
-            deadline: The longest wait, on a machine with two free cores; no failure when it has
-                passed.
+            deadline: The longest wait on a machine with two free cores. It is no failure if it
+                passes.
         """
         state, uids = self.validator.state, {m.uid for m in self.miners}
         scored = lambda: uids <= state.scores.keys() & state.judged.keys()
         self._follow(scored, deadline * self.options.slowness)
 
     def summary(self, problems: Sequence[str] = ()) -> Summary:
-        """Return the content of ``summary.json`` from the events so far.
+        """Summarize the events so far, as in ``summary.json``.
 
         Args:
             problems: Lines to add to the problems that were found.
@@ -528,7 +528,7 @@ class LocalSubnet:
     # --- inside ---------------------------------------------------------------------------------
 
     def _follow(self, condition: Callable[[], bool], longest: timedelta) -> bool:
-        """Poll until ``condition()``; return False if it does not come in time."""
+        """Poll until ``condition()`` is true; return False if that takes too long."""
         end = time.monotonic() + longest.total_seconds()
         while True:
             self.poll()
@@ -548,7 +548,7 @@ class LocalSubnet:
     def _start_neuron(self, neuron: LocalNeuron) -> None:
         neuron.start()
         self._tell(f"{neuron.name} started (pid {neuron.pid}), log {neuron.log}")
-        # For people and tests that look from outside.
+        # Write the state for people and tests that inspect the subnet from outside.
         state = {
             "pid": os.getpid(),
             "store": self.store.endpoint,
@@ -557,14 +557,14 @@ class LocalSubnet:
         }
         write_json(self.folder / STATE_FILE, state, durable=False)
 
-    # --- the founder's folder, and what neurons are started with ----------------------------------
+    # --- the founder's folder, and the neurons' settings ------------------------------------------
 
     def open_bucket(
         self, neuron: LocalNeuron | None = None, *, write: bool = False
     ) -> S3ObjectStore:
-        """Open a miner's bucket, else the global one, with the keys that may only read. Close it.
+        """Open a miner's bucket, or the global bucket, with the read keys. The caller closes it.
 
-        ``write``: open it with the keys that may write.
+        ``write``: whether to open it with the write keys instead.
         """
         from distributed_training.store.s3 import S3ObjectStore
 
@@ -572,10 +572,10 @@ class LocalSubnet:
         return S3ObjectStore.from_settings(self.store.settings(), bucket=bucket, write=write)
 
     def _write_network(self) -> None:
-        """Write the founder's folder, which says all that ``dt-network run`` needs.
+        """Write the founder's folder with everything that ``dt-network run`` needs.
 
-        The rules are those of ``networks/local.toml``: ``dt-network init`` would load torch to
-        examine the model, and draw pages, which takes six seconds. Raises ConfigError.
+        The rules come from ``networks/local.toml``. ``dt-network init`` is not used: it would load
+        torch to examine the model, and draw pages, which takes six seconds. Raises ConfigError.
         """
         from distributed_training.chain.identity import create_wallet
 
@@ -588,16 +588,16 @@ class LocalSubnet:
         write_bytes(self.folder / RUN_FILE, flags.encode(), durable=False)
 
     def _rules(self, master: str) -> dict[str, Any]:
-        """Return the rules of this subnet. ``master``: address of the founder's key."""
+        """Return this subnet's rules. ``master``: the address of the founder's key."""
         options = self.options
         rules = of_exchange(built_in_rules(), options.exchange)
-        rules.pop("run_id")  # it follows from the file
-        # Token 256 ends a text of bytes.
+        rules.pop("run_id")  # it is derived from the file
+        # Token 256 is the byte tokenizer's end of text.
         model = local_llama_config(sequence_length=1024) | {
             "eos_token_id": 256,
             "pad_token_id": 256,
         }
-        # At most a third of the period, and never rounded to more.
+        # Take at most a third of the period; the subtraction keeps rounding from exceeding it.
         grace = min(_GRACE * options.slowness, options.seconds / 3 - 0.05)
         changed: dict[str, Any] = {
             "model.config": {key: value for key, value in model.items() if value is not None},
@@ -617,7 +617,7 @@ class LocalSubnet:
         return rules
 
     def _settings(self) -> dict[str, str]:
-        """Return the settings of any neuron here, by flag."""
+        """Return the settings that all neurons here share, by flag."""
         flags = {"neuron.device": "cpu", "neuron.page_port": "off", "neuron.stop_timeout": "30"}
         if self.options.exchange == "hivemind":
             flags |= {"dht.port": str(free_ports(1)[0]), "dht.ip": "127.0.0.1"}
@@ -664,5 +664,5 @@ class LocalSubnet:
         )
 
 
-#: Flags of the registry, to which all requests come from one address.
+#: Flags for the registry. It gets all requests from one address.
 _REGISTRY = {"admission": "open", "requests-per-address": "10000"}

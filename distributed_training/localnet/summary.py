@@ -26,7 +26,7 @@ def clock(seconds: float) -> str:
 
 
 def held_out(event: Mapping[str, Any]) -> str:
-    """Show the validator's loss before and after an outer step, once if they are the same."""
+    """Return the held-out loss before and after an outer step as text, once if they are equal."""
     before, after = event.get("before"), event.get("after")
     if before is None or after is None:
         return ""
@@ -34,9 +34,9 @@ def held_out(event: Mapping[str, Any]) -> str:
 
 
 def event_line(event: Mapping[str, Any], *, of_validator: bool) -> str:
-    """Return the line that the screen shows for an event; "" for an unimportant event.
+    """Return the line to display for an event, or "" for an unimportant event.
 
-    ``event``: an event as :meth:`NeuronState.apply` returns it.
+    ``event``: an event in the form that :meth:`NeuronState.poll` returns.
     """
     match event:
         case {"kind": "publication", "ok": True, "revision": tag}:
@@ -57,14 +57,14 @@ def event_line(event: Mapping[str, Any], *, of_validator: bool) -> str:
             return f"held-out loss {held_out(event) or 'not finite'}"
         case {"kind": "upload_scored", "ok": False, "uid": uid, "outer_step": judged}:
             why = event.get("reason") or "no reason given"
-            return f"uid {uid}: its upload of outer step {judged} is refused: {why}"
+            return f"uid {uid}: its upload for outer step {judged} is refused: {why}"
     return ""
 
 
 def neuron_line(state: NeuronState) -> str:
-    """Return the line of one neuron, whose end a narrow terminal cuts off."""
+    """Return the status line of one neuron, with the most important values first."""
     head = f"{state.name:<10} {state.phase[:15]:<15} outer {state.outer_step:>2}"
-    if told := state.tables["held_out"]:  # only by a validator
+    if told := state.tables["held_out"]:  # only a validator reports it
         totals = [
             f"{uid}: {scores['total']:.2f}"
             for uid, scores in sorted(state.scores.items())
@@ -73,7 +73,7 @@ def neuron_line(state: NeuronState) -> str:
         head += f"  held-out {held_out(told[-1])}"
         return f"{head}  scores {', '.join(totals)}" if totals else head
     last, rounds = state.steps[-1] if state.steps else None, state.tables["round"]
-    # A miner also applies an update that its own upload is not in.
+    # Do not count rounds whose update did not include the miner's own upload.
     taken = sum(r["ok"] and r.get("base", Base.MERGED.value) == Base.MERGED.value for r in rounds)
     loss = f"{last.loss:6.3f}" if last and last.loss is not None else "     -"
     rate = f"{last.tokens_per_second:6.0f}" if last and last.tokens_per_second else "     -"
@@ -84,14 +84,14 @@ def neuron_line(state: NeuronState) -> str:
 
 
 class View:
-    """Print events, and the state of each neuron every 15 seconds."""
+    """Prints events, and the state of each neuron every 15 seconds."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False)
         self._due = Throttle(15.0)
         self._started = time.monotonic()
         if isinstance(self._console.file, io.TextIOWrapper):
-            self._console.file.reconfigure(errors="replace")  # a terminal of ASCII
+            self._console.file.reconfigure(errors="replace")  # for an ASCII terminal
 
     def report(self, text: str, *, style: str = "") -> None:
         for line in text.splitlines() or [""]:
@@ -99,22 +99,22 @@ class View:
             self._console.print(Text(line, style=style), soft_wrap=True)
 
     def update(self, states: Sequence[NeuronState]) -> None:
-        """Print the neurons' lines that are due; cheap to call often."""
+        """Print the lines of the neurons that are due. It is cheap, so it may be called often."""
         for state in states:
             if self._due(state.name):
                 self.report(neuron_line(state))
 
 
 _LEGEND = (
-    "scored: uploads the validator judged and merged, of those it judged.\n"
-    "random: rating of the uploads on text that all miners share. assigned: how often the miner's\n"
-    "own pages improved more. total: the score that these come to."
+    "scored: how many of the uploads that the validator judged got a score.\n"
+    "random: rating of the uploads on text that all miners share. assigned: how often the uploads\n"
+    "improved the miner's own pages more than that text. total: the resulting score."
 )
 
 
 @dataclass(frozen=True)
 class OuterStepResult:
-    """One outer step of the subnet. ``participants``: the neurons that applied it, by name."""
+    """One outer step of the subnet. ``participants``: names of the neurons that applied it."""
 
     outer_step: int
     seconds_from_start: float
@@ -127,7 +127,7 @@ class OuterStepResult:
 
 @dataclass(frozen=True)
 class MinerResult:
-    """One miner of a run. ``uploads_scored`` of ``uploads_judged`` got a score."""
+    """One miner of a run. Of its ``uploads_judged`` uploads, ``uploads_scored`` got a score."""
 
     name: str
     uid: int
@@ -170,17 +170,17 @@ class Summary:
         losses = [step.loss_after for step in self.outer_steps]
         first = self.outer_steps[0].loss_before if self.outer_steps else None
         return (
-            f"all rounds worked: the loss on text that nobody trained on went from "
+            f"all rounds worked: the loss on held-out text went from "
             f"{_number(first)} to {_number(losses[-1] if losses else None)}, and {scored} of "
             f"{judged} judged uploads were scored"
         )
 
     def text(self) -> str:
-        """Return the summary for a terminal and for ``summary.txt``."""
+        """Return the summary as text for the terminal and for ``summary.txt``."""
         took = f"{len(self.outer_steps)} of {self.wanted_outer_steps} outer steps"
         notes = []
         for miner in self.miners:
-            # A few uploads without a score are nobody's fault. A problem names a miner with none.
+            # A few uploads without a score are normal. No score at all is reported as a problem.
             if 0 < 2 * miner.uploads_scored < miner.uploads_judged:
                 notes.append(f"{miner.name}: most uploads were not scored: {miner.last_reset}")
             notes += [f"{miner.name}: upload failed: {reason}" for reason in miner.failed_uploads]
@@ -226,7 +226,7 @@ class Summary:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Render a table without colours. Names stand left, figures right."""
+    """Render a table without colours: names are left-aligned, numbers right-aligned."""
     table = Table(box=None, pad_edge=False)
     for name in head:
         table.add_column(name, justify="left" if name in ("miner", "took part") else "right")
@@ -247,10 +247,10 @@ def summarize(
     world_sizes: Sequence[int],
     problems: Sequence[str] = (),
 ) -> Summary:
-    """Put the neurons' events together and judge them.
+    """Combine the neurons' events into a summary, and find the problems in them.
 
-    ``started_at`` is in seconds since the epoch. ``problems`` are those that the orchestrator
-    noticed: a neuron that died, processes left behind, a deadline that passed.
+    ``started_at``: seconds since the epoch. ``problems``: problems that the orchestrator noticed,
+    such as a neuron that died, processes left behind, or a deadline that passed.
     """
     steps = [
         _outer_step(reached, max(0.0, at - started_at), validator, miners)
@@ -264,7 +264,7 @@ def summarize(
     for step in steps:
         if step.missed_by:
             names = ", ".join(step.missed_by)
-            found.append(f"outer step {step.outer_step}: {names} took no part in it")
+            found.append(f"outer step {step.outer_step}: {names} did not take part")
     if len(steps) < wanted_outer_steps:
         reached = counted(len(steps), "outer step")
         found.append(f"{reached} succeeded; {wanted_outer_steps} were wanted")
@@ -274,7 +274,7 @@ def summarize(
                 fault = seen.get("fault") or "no reason given"
                 found.append(f"{neuron.name}: a round failed ({fault})")
     for miner in results:
-        # Show one line per miner, with the first cause, from which the others follow.
+        # Report one line per miner with the first cause, since the other problems follow from it.
         if not miner.uploads:
             found.append(f"{miner.name} published nothing")
         elif not miner.uploads_judged:
@@ -297,7 +297,7 @@ def _outer_step(
     reached: int, seconds: float, validator: NeuronState, miners: Sequence[NeuronState]
 ) -> OuterStepResult:
     took_part = [m.name for m in miners if any(step == reached for step, _ in m.outer_steps)]
-    # For one outer step the last evaluation counts: those of refused averages come earlier.
+    # The last evaluation of an outer step counts; earlier ones belong to refused averages.
     losses = _newest(validator, "held_out", outer_step=reached)
     led = _newest(validator, "round", outer_step=reached - 1, ok=True)
     return OuterStepResult(
@@ -312,7 +312,7 @@ def _outer_step(
 
 
 def _newest(neuron: NeuronState, kind: str, **wanted: Any) -> dict[str, Any]:
-    """Return the last event of a kind with these fields; empty if there is none."""
+    """Return the last event of a kind with these fields, or {} if there is none."""
     rows = reversed(neuron.tables[kind])
     return next((row for row in rows if wanted.items() <= row.items()), {})
 

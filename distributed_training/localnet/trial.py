@@ -1,11 +1,11 @@
-"""Run one's own training script as all members of a network on this machine.
+"""Run your own training script as all members of a network on this machine.
 
     dt-network try SCRIPT.py --members 3 --rounds 2
 
 It creates a network as ``dt-network init`` does, starts ``dt-network run`` and joins as ``dt-join``
-does, all below one folder. A close follows the one before in seconds, and its round ends as soon as
-all members have uploaded. What the script prints is in ``member-N/log.txt``, what the network's
-programs print in ``network/log.txt``.
+does, all below one folder. There are only seconds between closes, and a round ends as soon as all
+members have uploaded. The script's output is in ``member-N/log.txt``, that of the network's
+programs in ``network/log.txt``.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from distributed_training.protocol.lines import counted
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.neuron_state import NeuronState
 
-NETWORK = "NETWORK"  # this word in --args becomes the network's file
-MEMBER = "{member}"  # this text in a word of --args becomes the member's number, from 0
-_PERIOD = 12.0  # seconds from close to close, where four processes have two free cores
-_LONGEST = 300.0  # seconds without an outer step
-_NICE = "5"  # niceness of scripts: on a few cores they would leave the validator no time to judge
-_OPERATORS = ("R2_", "BT_", "DT_")  # variables of another network's member, on this machine too
+NETWORK = "NETWORK"  # this word in --args is replaced by the path of the network's file
+MEMBER = "{member}"  # this text in --args is replaced by the member's number, counted from 0
+_PERIOD = 12.0  # seconds between two closes if four processes share two free cores
+_LONGEST = 300.0  # seconds without an outer step after which the trial fails
+_NICE = "5"  # nice value of the scripts, so that on few cores the validator has time to judge
+_OPERATORS = ("R2_", "BT_", "DT_")  # prefixes of variables of a real member on this machine
 _PATIENCE = timedelta(seconds=20)  # time for members to apply the last update
-_STOP = timedelta(minutes=2)  # time for the validator to end what it computes
-#: A validator judges an upload on eight pages: eight sequences. ``--set`` wins.
+_STOP = timedelta(minutes=2)  # time for the validator to finish its current computation
+#: A validator judges an upload on eight pages, here eight sequences. ``--set`` overrides these.
 _RULES = {
     "round.minimum_valid_inner_step": 1,
     "data.pages_per_block": 4,
@@ -64,14 +64,14 @@ _FLAGS = """\
 
 
 def run(options: argparse.Namespace) -> int:
-    """Return the exit status: 0 after the last round, 1 with a line on what went wrong.
+    """Run the trial. Return its exit status: 0 after the last round, 1 if something failed.
 
-    Raises ConfigError before a member is started.
+    A failure is printed in one line. Raises ConfigError before a member is started.
     """
     script = options.script.absolute()
     if not script.is_file():
         raise ConfigError(
-            f"there is no script {script}, so nothing was started: give the path of one that calls "
+            f"there is no script {script}, so nothing was started: name a script that calls "
             "join() (docs/join-a-script.md)"
         )
     words = [words_of(options.args, number) for number in range(options.members)]
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
             take_folder(folder, stack)
             print(f"creating a network of {options.members} members in {folder}", flush=True)
             with redirect_stdout(io.StringIO()):
-                # Seconds from close to close: more of them on a slow or busy machine.
+                # The period, in seconds, is longer on a slow or busy machine.
                 period = founding.seconds_of(dict(options.more).get("round.period"))
                 period = period or round(_PERIOD * measure_slowness(options.members + 1))
                 founding.init(_init_options(options, network, period))
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
                 file.write(_FLAGS)
             path = os.pathsep.join(filter(None, sys.path))
             environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-            # A thread for each core would slow all, since the members compute too.
+            # One thread per core would slow everything down, since the members compute too.
             founder = Founder(network, environment | {"OMP_NUM_THREADS": "1"}, folder=network)
             longest = options.timeout or max(_LONGEST, 5 * period)
             trial = _Trial(options, longest, founder, environment, began)
@@ -110,16 +110,16 @@ def run(options: argparse.Namespace) -> int:
             return ExitStatus.INTERRUPTED
         except ChildFailure as failure:
             print(f"error: {failure}", file=sys.stderr, flush=True)
-            print("stopping all programs", flush=True)  # the validator ends what it computes
+            print("stopping all programs", flush=True)  # the validator may take a while
             return ExitStatus.FAULT
         finally:
-            signals.interrupts = False  # a stop is bounded: let it end
+            signals.interrupts = False  # do not interrupt the stop: its time is limited
     print(f"done: {counted(trial.reached, 'outer step')}; all logs are in {folder}")
     return ExitStatus.STOPPED
 
 
 def words_of(args: Sequence[str], member: int) -> list[str]:
-    """Return the words of ``--args`` for the member of this number; paths become absolute."""
+    """Return the words of ``--args`` for the member with this number, with absolute paths."""
     words = [word.replace(MEMBER, str(member)) for word in args]
     return [str(Path(word).absolute()) if Path(word).exists() else word for word in words]
 
@@ -142,20 +142,20 @@ def _init_options(options: argparse.Namespace, network: Path, period: float) -> 
 
 @dataclass
 class _Trial:
-    """The members of a trial, and what the validator's events say of them."""
+    """The members of a trial, and what the validator's events say about them."""
 
     options: argparse.Namespace
-    longest: float  # seconds without an outer step
+    longest: float  # seconds without an outer step after which the trial fails
     founder: Founder
     environment: dict[str, str]
     began: float
     members: dict[int, LocalNeuron] = field(default_factory=dict)  # by uid
-    reached: int = 0  # outer steps
+    reached: int = 0  # number of outer steps
     reached_at: float = field(default_factory=time.monotonic)
-    refused: Counter[int] = field(default_factory=Counter)  # uploads in a row, by uid
+    refused: Counter[int] = field(default_factory=Counter)  # since the last outer step
 
     def start_member(self, home: Path, file: Path, words: list[str]) -> None:
-        """Join as ``dt-join`` does in a folder of the member's own, and start its script there."""
+        """Join as ``dt-join`` does, in the member's own folder, and start its script there."""
         settings = {
             "wallet.path": str(home.parent / "wallets"),
             "wallet.name": home.name,
@@ -173,7 +173,7 @@ class _Trial:
             state=NeuronState(home / "run"),
         )
         member.start()
-        with suppress(OSError):  # Linux shares the cores between sessions first
+        with suppress(OSError):  # Linux divides the cores among sessions before it uses niceness
             Path(f"/proc/{member.pid}/autogroup").write_text(_NICE)
 
     def end(self) -> None:
@@ -183,13 +183,13 @@ class _Trial:
 
     @property
     def done(self) -> bool:
-        """Return whether all rounds are over, and the members have had time for the last update."""
+        """True once all rounds are over and members have had time to apply the last update."""
         waited = time.monotonic() - self.reached_at > _PATIENCE.total_seconds()
         applied = all(m.state.outer_step >= self.reached for m in self.members.values())
         return self.reached >= self.options.rounds and (applied or waited)
 
     def look(self) -> str:
-        """Print what is new. Return why the trial ends here, else ""."""
+        """Print new events. Return the reason if the trial must end now, else ""."""
         for event in self.founder.state.poll():
             if problem := self._follow(event):
                 return problem
@@ -211,9 +211,9 @@ class _Trial:
         if time.monotonic() - self.reached_at > self.longest:
             each = "; ".join(f"{m.name} {_stage(m)}" for m in self.members.values())
             return (
-                f"no outer step came within {self.longest:.0f} s ({each}): a script whose "
-                "steps are slow needs a longer --set round.period=60s, one that starts slowly a "
-                "longer --timeout"
+                f"no outer step came within {self.longest:.0f} s ({each}): if the script's steps "
+                "are slow, set a longer --set round.period=60s; if its start is slow, a longer "
+                "--timeout"
             )
         return self.founder.problem
 

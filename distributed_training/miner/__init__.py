@@ -1,1 +1,1 @@
-"""Run a miner: the launcher, the ranks, the loop and what rank 0 does next to it."""
+"""Run a miner: the launcher, the ranks, their loop, and rank 0's work alongside it."""

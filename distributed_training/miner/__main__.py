@@ -1,13 +1,14 @@
 """The miner as a program: train, upload and average until a stop.
 
     python -m distributed_training.miner --wallet.name W --wallet.hotkey H --nproc_per_node 4 ...
-    python -m distributed_training.miner config ... show every setting and where it is from
-    python -m distributed_training.miner check ...  refuse settings as a start would, and end
-    torchrun --nnodes 2 ... neurons/miner.py ...    one rank, of a miner of several machines
+    python -m distributed_training.miner config ... show every setting and where it comes from
+    python -m distributed_training.miner check ...  check the settings as a start would, and exit
+    torchrun --nnodes 2 ... neurons/miner.py ...    one rank of a miner on several machines
 
-Started plainly it is the launcher: it checks the configuration, starts one rank per GPU, restarts
-them when one fails, forwards a stop and cleans up. ``dt-miner`` and ``neurons/miner.py`` are the
-same program. Exit status: :class:`~distributed_training.protocol.types.ExitStatus`.
+Without a subcommand it is the launcher: it checks the configuration, starts one rank per GPU,
+restarts them all when one fails, forwards a stop and cleans up. ``dt-miner`` and
+``neurons/miner.py`` are the same program. Exit status:
+:class:`~distributed_training.protocol.types.ExitStatus`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _OF_PLATFORMS = {
 def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
     """Run the launcher, or one rank if torchrun has set its variables. Return the exit status.
 
-    The configuration is read here and nowhere else: the launcher hands it to its ranks.
+    The configuration is read only in this module: the launcher passes it on to its ranks.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
             return ExitStatus.STOPPED
         if argv[:1] == ["check"]:
             return check(argv[1:])
-        # Under torchrun every process is a rank, and torchrun restarts all or none.
+        # Under torchrun every process is a rank, and torchrun restarts either all of them or none.
         if not ("RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ):
             config = load_settings(argv)
             from distributed_training.miner.launcher import launch
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
         config = load_config("miner", argv, file=OPERATORS_FILE)
     except ConfigError as error:
         return exit_with(error, of_service=True)
-    # Do this only in a rank: the launcher needs none of it, and refuses a wrong flag at once.
+    # Only a rank needs this. The launcher skips it, so that it refuses a wrong flag at once.
     set_rank_environment()
     from distributed_training.common.processes import leave
 
@@ -75,24 +76,25 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
 
 
 def forget_platform(config: Config) -> Config:
-    """Drop variables that a platform or an image sets for jobs of its own; return the line on it.
+    """Unset variables that a platform or an image sets for its own jobs.
 
-    The ranks of one launcher meet on this machine, and need none of them.
+    The ranks of one launcher are all on this machine, so they need none of these variables.
+    Return the configuration, with a warning that names the variables found.
     """
     names = sorted(n for n in os.environ if n in _OF_PLATFORMS or n.startswith("TORCHELASTIC_"))
     if not (found := [f"{name}={os.environ.pop(name)}" for name in names]):
         return config
     line = (
-        f"{', '.join(found)} of the environment: ignored, since the ranks of one machine meet by "
-        "themselves (several machines start by ops/torchrun.sh)"
+        f"{', '.join(found)} in the environment: ignored, since ranks on one machine find each "
+        "other without them (to use several machines, see ops/torchrun.sh)"
     )
     return replace(config, warnings=(*config.warnings, line))
 
 
 def load_settings(argv: Sequence[str]) -> Config:
-    """Return the configuration. Raises ConfigError, which the run folder then records too.
+    """Return the configuration. Raises ConfigError, after recording it in the run folder.
 
-    Else dashboard and dt-status would continue to say what stopped the miner before.
+    Otherwise the dashboard and dt-status would still say why the miner stopped the last time.
     """
     try:
         return load_config("miner", argv, file=OPERATORS_FILE)
@@ -101,7 +103,7 @@ def load_settings(argv: Sequence[str]) -> Config:
         from distributed_training.telemetry.run_state import LauncherFile
 
         folder = run_folder_of(argv)
-        # Make the folder also at a first start of a miner, but not if a mount is missing.
+        # Create the folder even on a miner's first start, but not if a mount is missing.
         if (OPERATORS_FILE.exists() or Path(".env").exists()) and late_mount(folder) is None:
             with contextlib.suppress(OSError):
                 folder.mkdir(exist_ok=True, parents=not folder.is_absolute())
@@ -112,10 +114,10 @@ def load_settings(argv: Sequence[str]) -> Config:
 def check(argv: Sequence[str]) -> int:
     """Check the settings before torchrun starts. Return the exit status.
 
-    Else print how many seconds a stop may take, which torchrun is to wait for. torchrun ends with
-    status 1 whatever ended its ranks, so pm2 and Slurm would start it again and again. A status
-    from 2 on of the ranks that ran here last is reported once: whoever starts after that has
-    corrected it. Raises ConfigError.
+    If nothing is wrong, print how many seconds a stop may take: torchrun must wait that long.
+    torchrun exits with status 1 whatever ended its ranks, so pm2 and Slurm would restart it again
+    and again. So if the last ranks here exited with a final status (2 or above), return it, but
+    only once: whoever starts the miner after that has fixed the cause. Raises ConfigError.
     """
     from distributed_training.health.machine import refuse_model
     from distributed_training.miner.launcher import ranks_of, stop_limit
@@ -133,17 +135,17 @@ def check(argv: Sequence[str]) -> int:
 
 
 def set_rank_environment() -> None:
-    """Set what libraries read when they are imported, as the launcher does for its ranks.
+    """Set the variables that libraries read on import, as the launcher does for its ranks.
 
-    gloo and NCCL use the network interface that leads to node 0. Else they take the one of this
-    machine's name, which may be a public one.
+    gloo and NCCL get the network interface that leads to node 0. By default they would take the
+    interface that this machine's host name resolves to, which may be a public one.
     """
     import psutil
 
     from distributed_training.miner.rank_group import rank_environment_defaults
 
     for name in _INTERFACES:
-        # NCCL's form: "^" and names to leave out, or beginnings of names.
+        # NCCL's format: "^" and the interface names to exclude, or prefixes of names to use.
         given = os.environ.get(name, "^")
         known = [*psutil.net_if_addrs()]
         if not given.startswith("^") and not all(
@@ -165,7 +167,7 @@ def set_rank_environment() -> None:
             if any(entry.address == own for entry in entries):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-    # torchrun sets 1 by default, so encoding an upload would use one core of many.
+    # torchrun sets it to 1 by default, so encoding an upload would use only one of many cores.
     if os.environ.get("OMP_NUM_THREADS") == "1":
         del os.environ["OMP_NUM_THREADS"]
     chosen = {name: os.environ[name] for name in _INTERFACES if name in os.environ}

@@ -1,14 +1,15 @@
 """Choose the text that all ranks prefetch and train on, and count its pages.
 
 A member counts its pages from 0 in each outer step (:mod:`~..protocol.pages`). A *block* is the
-next few of them: the same number for each rank. Rank 0 asks for blocks ahead of need, waits until
-*every* rank holds the next one, and begins it cut to the sequences of the poorest rank. An upload
-names the first and the last page of the blocks that its inner steps were trained on, without a gap.
-So after a roll-back, or if loss or gradient was NaN, or pages could not be had, it begins behind
-that place: the count continues, and no page of the outer step comes twice.
+next few of these pages: the same number for each rank. Rank 0 requests blocks ahead of need and
+waits until *every* rank has the next one ready. Then it begins that block, cut to as many sequences
+as the rank with the fewest has. An upload names the first and the last page of the blocks that its
+inner steps were trained on, without a gap. So it begins after the gap if there was a roll-back, if
+the loss or the gradient was NaN, or if pages were not available: the count continues, and no page
+of the outer step is used twice.
 
-What was prepared for one outer step and is left when the next begins is trained on first, and no
-upload names it.
+Blocks that were prepared for one outer step and are left over when the next begins are trained on
+first, and no upload names them.
 """
 
 from __future__ import annotations
@@ -31,33 +32,33 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SAY_AGAIN = 600.0  # seconds between two lines of skipped blocks
-_STEPS = 8  # outer steps whose counts are remembered, since a roll-back may return to one
+_SAY_AGAIN = 600.0  # seconds between two log lines about skipped blocks
+_STEPS = 8  # outer steps whose page counts are kept, since a roll-back may return to one of them
 
 
 class Blocks:
-    """Chooses the blocks to train on; on rank 0 only.
+    """Chooses the blocks to train on. Used only on rank 0.
 
-    It subscribes to the miner's stream of events.
+    It subscribes to the miner's events.
 
     Args:
-        data: Says how many blocks to request ahead of the one in training.
-        ranks: Says which blocks every rank holds.
-        micro_batch_size: Sequences of a micro-batch of one rank.
-        pages: Pages that one rank reads of a block.
-        uid: The miner's; another uid has other pages.
-        outer_step: That is trained.
-        clock: Seconds that only grow.
+        data: Says which blocks are ready on this rank, and how many to request ahead.
+        ranks: Says which blocks are ready on every rank.
+        micro_batch_size: Sequences in one rank's micro-batch.
+        pages: Pages of a block that one rank reads.
+        uid: The miner's uid; another uid is assigned other pages.
+        outer_step: The outer step to begin with.
+        clock: Returns seconds of a clock that never goes backwards.
 
     Examples:
         ```python
         blocks = Blocks(data=data, ranks=ranks, micro_batch_size=4, pages=5, uid=3, outer_step=7)
         part = blocks.on_boundary(may_begin=True)
-        print(part.request, part.begin)  # block to prefetch, block to train on; 0: none
+        print(part.request, part.begin)  # block to prefetch, block to train on; 0 if there is none
         ```
     """
 
-    # Seconds from a block without data to the next request, since the source may be down.
+    # Seconds to wait after a block without data, since the source may be down.
     pause = 12.0
 
     def __init__(
@@ -79,28 +80,28 @@ class Blocks:
         self._clock = clock
         self._outer_step = outer_step
         self._next = {outer_step: 0}  # outer step -> the page to request next
-        self._named: tuple[int, ...] = ()  # first and last page of it that an upload names
-        self._since_step: list[int] = []  # blocks in the inner step under way
+        self._named: tuple[int, ...] = ()  # first and last page that an upload names; may be empty
+        self._since_step: list[int] = []  # blocks used so far in the current inner step
         # Blocks to request first, since they were requested before a restart.
         self._ahead: list[int] = []
-        # Requested blocks in turn -> their sequences; 0 if not known yet.
+        # requested block, in order -> its number of sequences; 0 if not known yet
         self._queue: dict[int, int] = {}
         self._current = 0  # the block in training
-        self._remaining = 0  # micro-batches of it
+        self._remaining = 0  # micro-batches left in it
         self._restored = (0, 0, 0)  # block, sequences and position of a restored cursor
-        self._asks_from = 0.0  # when to request the next block after one without data
+        self._asks_from = 0.0  # earliest time of the next request after a block without data
         self._skipped = Repeats(_SAY_AGAIN)
 
     # --- what comes next -----------------------------------------------------------------------
 
     @property
     def available(self) -> bool:
-        """True while micro-batches are left of the block in training."""
+        """True while the current block has micro-batches left."""
         return self._remaining > 0
 
     @property
     def in_step(self) -> bool:
-        """True while an inner step is under way that has micro-batches."""
+        """True while an inner step is in progress and has trained on a micro-batch."""
         return bool(self._since_step)
 
     def on_boundary(self, *, may_begin: bool) -> DataPart:
@@ -135,7 +136,7 @@ class Blocks:
             return DataPart(request)
         del self._queue[block]
         known, served, start = self._restored
-        # The ranks' blocks are on disk, so what was served before is there unless a block was lost.
+        # Blocks are kept on disk, so the sequences served before still exist unless one was lost.
         sequences, start = (min(sequences, served), start) if block == known else (sequences, 0)
         self._current = block
         self._remaining = max(0, sequences - start) // self._micro_batch_size
@@ -144,11 +145,11 @@ class Blocks:
     # --- what was trained ----------------------------------------------------------------------
 
     def on_event(self, event: ev.Event, state: MinerState) -> None:
-        """Count as micro-batches, steps and rounds end.
+        """Update the counts as micro-batches, inner steps and rounds end.
 
         Args:
             event: The event.
-            state: The miner's state before the decision that follows from it.
+            state: The miner's state before the event is decided on.
         """
         del state
         match event:
@@ -164,15 +165,16 @@ class Blocks:
             case ev.RolledBack(progress=Progress(outer_step=outer_step), kept=kept):
                 saved = kept.get("rank_zero", {}).get("blocks", {})
                 self._begin(outer_step, int(saved.get("next", 0)))
-                # Which part of the block was trained on is lost, so no upload can name the rest.
+                # It is no longer known which part of the block the weights were trained on, so no
+                # upload can name the rest.
                 self._named, self._remaining = tuple(saved.get("pages", ())), 0
             case _:
                 return
 
     def _begin(self, outer_step: int, page: int = 0) -> None:
-        """Count the pages of an outer step, from ``page`` or where this process has got to in it.
+        """Count an outer step's pages from ``page``, or from where this process was if further on.
 
-        Micro-batches of the inner step under way are not in the weights any more.
+        The micro-batches of the unfinished inner step are no longer in the weights.
         """
         self._outer_step, self._named = outer_step, ()
         self._next[outer_step] = max(page, self._next.get(outer_step, 0))
@@ -186,7 +188,7 @@ class Blocks:
             self._since_step.append(self._current)
 
     def _count_step(self, *, learned: bool) -> None:
-        """Count the pages of an inner step, unless loss or gradient was NaN or Inf."""
+        """Count the pages of an inner step, unless its loss or gradient was NaN or Inf."""
         for block in self._since_step if learned else ():
             outer_step, first = place_of(block)
             if outer_step == self._outer_step:
@@ -196,13 +198,13 @@ class Blocks:
         self._since_step.clear()
 
     def pages(self) -> tuple[int, ...]:
-        """Return the first and the last page of this outer step that was trained on, or neither."""
+        """Return the first and the last page that an upload would name now; empty if none."""
         return self._named
 
     # --- across restarts -----------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a JSON-able state."""
+        """Return the state as JSON-serializable values."""
         return {
             "next": self._next[self._outer_step],
             "pages": [*self._named],
@@ -219,24 +221,25 @@ class Blocks:
     ) -> None:
         """Continue after a restart, from a checkpoint's state.
 
-        The block that was under way begins again where it was, then those that were prefetched.
-        With another number of ranks or another micro-batch the pages are cut differently, and where
-        ``exact`` is False the trainer drops the micro-batches under way. Then the pages count on
-        behind those that were prefetched. With another uid they count from 0, and so they do after
-        a checkpoint of an earlier edition, whose pages were drawn by another rule.
+        The block in training continues where it stopped, and the prefetched blocks follow. With
+        another number of ranks or another micro-batch size the pages are cut differently, and if
+        ``exact`` is False the trainer drops the micro-batches of the unfinished inner step. In
+        these cases the count continues after the prefetched pages. With another uid the count
+        starts at 0, and also after a checkpoint of an earlier edition, which drew its pages by
+        another rule.
 
         Args:
-            state: A :meth:`state_dict`; empty at a fresh start.
-            cursor: The data's place, with ``page_block``, ``sequences`` and ``offset``; empty as
-                ``state``.
-            exact: Whether the trainer kept the micro-batches under way.
+            state: A :meth:`state_dict`; empty on a fresh start.
+            cursor: The position in the data, with ``page_block``, ``sequences`` and ``offset``;
+                empty if ``state`` is.
+            exact: Whether the trainer kept the micro-batches of the unfinished inner step.
         """
         if not state:
             return
         if "next" not in state or state.get("uid") != self._uid:
             log.info(
-                "Pages count from 0 in outer step %d: the checkpoint is of another uid, which is "
-                "assigned other pages, or of an earlier edition",
+                "The page count starts at 0 in outer step %d: the checkpoint is of another uid, "
+                "which is assigned other pages, or of an earlier edition",
                 self._outer_step,
             )
             return
@@ -247,7 +250,7 @@ class Blocks:
             self._micro_batch_size,
         ):
             log.info(
-                "Data continues at page %d, behind what was prepared: flags, ranks or the "
+                "Data continues at page %d, after the prepared pages: flags, ranks or the "
                 "micro-batch changed",
                 self._next[self._outer_step],
             )
@@ -266,10 +269,10 @@ class Blocks:
 
 
 class NoBlocks(Blocks):
-    """The blocks of a script with its own data, which needs none."""
+    """Stands in for :class:`Blocks` if a script brings its own data and so needs no blocks."""
 
     def __init__(self) -> None:
-        """Have no data."""
+        """Create it without data."""
 
     @property
     def available(self) -> bool:
@@ -283,7 +286,7 @@ class NoBlocks(Blocks):
         return DataPart()
 
     def on_event(self, event: ev.Event, state: MinerState) -> None:
-        """Take note of nothing."""
+        """Ignore the event."""
 
     def pages(self) -> tuple[int, ...]:
         return ()
@@ -293,6 +296,6 @@ class NoBlocks(Blocks):
 
 
 def describe(block: int) -> str:
-    """Return the place of a block in words."""
+    """Describe a block's place in words."""
     outer_step, page = place_of(block)
     return f"the text from page {page} of outer step {outer_step}"

@@ -1,8 +1,8 @@
-"""Build what a rank of the miner is made of, for either exchange.
+"""Build the parts of a miner's rank, for either exchange.
 
-open_connections   wallet, registry, the network's bucket, its newest weights: rank 0's
-resume             what the weights and data of every rank continue from
-build_rounds       rank 0's rounds, controller and telemetry; each rank's part of rounds
+open_connections   on rank 0: wallet, registry, the network's bucket and its newest weights
+resume             on every rank: the weights and the data to continue with
+build_rounds       on rank 0: controller and telemetry; on every rank: its part of the rounds
 """
 
 from __future__ import annotations
@@ -86,57 +86,57 @@ from .rounds import RoundRank
 log = logging.getLogger(__name__)
 
 _NO_DIGEST = "0" * 64
-_SAY_AGAIN = 600.0  # seconds between two lines of one cause
-_LOOK_AGAIN = 1.0  # seconds between two looks for weights that are not there yet
-_START_AGAIN = 300.0  # seconds between two lines of a start that waits for the same
-_START_EXPECTED = 600.0  # seconds in which a start may wait for a first state without a warning
+_SAY_AGAIN = 600.0  # seconds between two log lines about the same cause
+_LOOK_AGAIN = 1.0  # seconds between two checks for weights that do not exist yet
+_START_AGAIN = 300.0  # seconds between two log lines while a start waits for the same thing
+_START_EXPECTED = 600.0  # seconds that a start may wait for the first state before it warns
 #: How often "auto" writes a checkpoint: after this many inner steps and seconds of training.
 _CHECKPOINT_STEPS, _CHECKPOINT_SECONDS = 25, 600.0
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """The surroundings in which a rank is built."""
+    """The environment in which a rank is built."""
 
     config: Config
     folder: Path
     device: torch.device
     ranks: RankChannel
-    events: queue.SimpleQueue[ev.Event]  # rank 0's
-    stack: ExitStack  # closes what was opened
+    events: queue.SimpleQueue[ev.Event]  # read only on rank 0
+    stack: ExitStack  # closes everything that was opened
     tick: timedelta = timedelta(seconds=1)  # time between two ticks of the controller
-    # True in a script's process, which nothing here may end and whose log nothing here may change.
+    # True in a script's process: nothing here may end that process or change its log.
     guest: bool = False
 
 
 @dataclass(frozen=True)
 class StartupInfo:
-    """The facts that rank 0 found out and every rank needs; JSON-able."""
+    """The facts that rank 0 found out and every rank needs, as JSON-serializable values."""
 
     uid: int = 0
     model_config: dict[str, Any] = field(default_factory=dict)
     tokenizer_path: str = ""
     eos_id: int = 0
     global_outer_step: int = 0
-    inner_steps: int = 0  # taken by the network before that outer step
+    inner_steps: int = 0  # inner steps that the network took before that outer step
     hotkey: str = ""
-    rules: str = ""  # text of the network's file that holds; empty: the file that was given
-    problem: str = ""  # why there is no start; the other ranks leave quietly then
+    rules: str = ""  # text of the network's file in force; empty if it is the file that was given
+    problem: str = ""  # why the start failed; if set, the other ranks exit quietly
 
 
 def describe_size(model: Mapping[str, Any], config: Config) -> str:
     """Return the model's size for a log line.
 
-    Raises ConfigError if the network's file names another number of parameters than its model
-    has, since memory and disk are planned by that number.
+    Raises ConfigError if the network's file states a different number of parameters than its
+    model has, since memory and disk space are planned from that number.
     """
     parameters, _ = count_parameters(build_meta_model(model))
     network = config.network
     if network.model and network.head.parameters != parameters:
         raise ConfigError(
             f"--network {network.place}: model.parameters is {network.head.parameters} and its "
-            f"model has {parameters}, by which memory and disk are planned, so nothing was "
-            "started: ask its founder to sign the file again"
+            f"model has {parameters}. Memory and disk are planned from it, so nothing was "
+            "started: ask the founder to sign a corrected file"
         )
     unit, prefix = (1e9, "B") if parameters >= 1e9 else (1e6, "M")
     return f": a model of {parameters / unit:.2f} {prefix} parameters"
@@ -144,12 +144,12 @@ def describe_size(model: Mapping[str, Any], config: Config) -> str:
 
 @dataclass(frozen=True)
 class RankParts:
-    """The objects that every rank holds, whoever trains."""
+    """The objects that every rank has, whether the miner or a script trains."""
 
     trainer: HeldWeights
     checkpointer: Checkpointer
-    data: DataPipeline | None  # None if they are a script's
-    kept: Mapping[str, Any]  # this rank's part of its checkpoint; empty after a fresh start
+    data: DataPipeline | None  # None if a script brings its own data
+    kept: Mapping[str, Any]  # this rank's part of the checkpoint; empty on a fresh start
 
 
 def resume(
@@ -169,12 +169,12 @@ def resume(
     if data is not None:
         data.load_state_dict(kept.get("data", {}))
         if not kept:
-            data.request(block_at(trainer.outer_step, 0))  # prepared while the network is joined
+            data.request(block_at(trainer.outer_step, 0))  # prepared while rank 0 joins the network
     return RankParts(trainer, checkpointer, data, kept)
 
 
 def open_data(context: RankContext, info: StartupInfo, micro_batch_size: int) -> DataPipeline:
-    """Open this rank's data; the context's stack closes them."""
+    """Open this rank's data; the context's stack closes it."""
     config, ranks = context.config, context.ranks
     data = DataPipeline(
         WorkerSpec(
@@ -202,7 +202,7 @@ class Connections:
 
     member: Member
     rounds: StoreRounds
-    global_folder: Path  # files of the weights that a fresh start begins with
+    global_folder: Path  # folder with the weights that a fresh start begins with
     versions: Versions | None = None  # versions of the network's file; None if it has none
     commitment: str = ""  # the read key of our own bucket
 
@@ -215,10 +215,10 @@ def open_connections(
     *,
     stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[Connections, StartupInfo]:
-    """Open rank 0's connections; return what they are, and what every rank needs of them.
+    """Open rank 0's connections. Return them, and the facts that every rank needs.
 
-    ``post``: queues an event, from any thread. ``stopped``: whether this start is to end. Raises
-    ConfigError, NetworkFailure, StopNow.
+    ``post``: queues an event, from any thread. ``stopped``: returns whether this start should end.
+    Raises ConfigError, NetworkFailure, StopNow.
     """
     checkpoints = folder / "checkpoints"
     refuse_old_checkpoints(checkpoints)
@@ -260,12 +260,12 @@ def open_connections(
     first = first_outer_step(checkpoints, outer_step)
     read = partial(read_version, reader)
     versions = watch.versions = open_versions(network, folder, first, read)
-    # Do this before the data are fetched, because those of the file that was given may be outdated.
+    # Do this before the data is fetched, because the file that was given may name outdated data.
     config = under(config, versions.in_force)
     fetch_published(config, lambda: reader)
     require_data(config)
     tokenizer_path, eos_id = Path(), 0
-    if config.reads_text:  # a script may have text of its own
+    if config.reads_text:  # a script may bring its own text
         tokenizer_path, eos_id = fetch_tokenizer(config, folder)
         if config.data.own:
             length = config.training.sequence_length
@@ -286,18 +286,18 @@ def open_connections(
 def share_start(
     config: Config, ranks: RankChannel, opened: Callable[[], tuple[Connections, StartupInfo]]
 ) -> tuple[Config, StartupInfo, Connections | None]:
-    """Return the rules that hold, what rank 0 has found out, and on rank 0 its connections.
+    """Return the configuration in force, what rank 0 found out and, on rank 0, its connections.
 
-    ``opened`` opens them, on rank 0 only. What it raises is raised there; on the other ranks it is
-    the ``problem``.
+    ``opened`` opens the connections, only on rank 0. If it raises, so does this function on rank 0,
+    and the other ranks get the error's text as ``problem``.
     """
     connections = None
     if ranks.rank == 0:
         try:
             connections, info = opened()
         except BaseException as error:
-            # The other ranks wait for this word, and would end only by the launcher's SIGKILL.
-            with suppress(RuntimeError):  # their end must not hide this one's reason
+            # The other ranks wait for this message; without it only a SIGKILL would end them.
+            with suppress(RuntimeError):  # if they are gone, that must not hide the reason
                 ranks.share("start", {"problem": str(error) or type(error).__name__})
             raise
         ranks.share("start", asdict(info))
@@ -311,10 +311,10 @@ def share_start(
 def first_weights(
     rounds: StoreRounds, stopped: Callable[[], bool] = lambda: False, *, resumes: bool
 ) -> tuple[int, Path, int]:
-    """Wait for whole weights; return their outer step, folder, and the inner steps before it.
+    """Wait for whole weights. Return their outer step, their folder and the inner steps before it.
 
-    ``resumes``: there is a checkpoint to train from, so the weights on the disk are enough. Raises
-    StopNow once ``stopped`` says so.
+    ``resumes``: whether there is a checkpoint to continue from, so that any weights on the disk
+    will do. Raises StopNow once ``stopped`` returns True.
     """
     due, began = Throttle(_START_AGAIN), time.monotonic()
     while True:
@@ -327,21 +327,21 @@ def first_weights(
             return found.outer_step, found.path.parent, found.inner_steps
         except (StoreError, OSError) as error:
             if due(str(error)):
-                # An empty bucket is nothing to warn of, unless it stays empty.
+                # An empty bucket is no reason to warn, unless it stays empty.
                 early = time.monotonic() - began < _START_EXPECTED
                 log.log(
                     logging.INFO if early else logging.WARNING,
-                    "Waiting for the network's weights: %s. Training cannot begin without it; if "
-                    "this lasts: does the founder's validator run?",
+                    "Waiting for the network's weights: %s. Training cannot begin without them; if "
+                    "this lasts, ask whether the founder's validator is running",
                     error,
                 )
-        if stopped():  # Python drops what a signal raises in a finalizer
+        if stopped():  # Python discards what a signal handler raises in a finalizer
             raise StopNow
         time.sleep(_LOOK_AGAIN)
 
 
 class RankZero:
-    """Rank 0's own part. Its attributes are built in the order in which they stand."""
+    """Rank 0's own part of a miner. Its attributes are built in the order shown."""
 
     def __init__(
         self,
@@ -394,7 +394,7 @@ class RankZero:
     def _subscribe(self, needed: int) -> None:
         """Build the subscribers that get each event, in this order, after the blocks.
 
-        ``needed``: bytes of disk that the next upload, a checkpoint and the reserve take.
+        ``needed``: bytes of disk space that the next upload, a checkpoint and the reserve take.
         """
         context, trainer, data = self._context, self._training.trainer, self._training.data
         config, folder, enter = context.config, context.folder, context.stack.enter_context
@@ -402,7 +402,7 @@ class RankZero:
         rounds, chain = self._connections.rounds, self._connections.member.chain
 
         def measured() -> dict[str, Any]:
-            # Converted, since a monotonic moment means nothing to another process.
+            # Convert it to Unix time, since monotonic time means nothing to another process.
             silent, ahead = rounds.silent_since, time.time() - time.monotonic()
             return {
                 **chain_facts(chain, self._info.hotkey, time.time()),
@@ -448,7 +448,7 @@ class RankZero:
             joined=lambda: facts.joined,
             upload_from=lambda: self.controller.rules.upload_from,
         )
-        if context.guest:  # the script's output has its own lines for a step
+        if context.guest:  # the script's output has its own lines about each step
             reporter.step_level = logging.DEBUG
         enter(open_trackers(config.telemetry, folder, name=f"{config.miner.name}-{self._info.uid}"))
         gpus = context.ranks.local_world_size if context.device.type == "cuda" else 0
@@ -491,12 +491,12 @@ class RankZero:
 
 
 def expects_gpu(config: Config, device: torch.device) -> bool:
-    """Return whether a GPU is used, or is there to be used: steps without its memory are wrong."""
+    """Return whether a GPU is used or should be: then steps without GPU memory are a fault."""
     return device.type == "cuda" or (config.miner.device != "cpu" and visible_gpu_count() > 0)
 
 
 def _forgiving(subscriber: Subscriber) -> Subscriber:
-    """Return a subscriber whose errors are warnings: the event is decided on all the same."""
+    """Return a subscriber whose errors become warnings, so that the event is still decided on."""
     repeats = Repeats(_SAY_AGAIN)
 
     def on_event(event: ev.Event, state: MinerState) -> None:
@@ -506,7 +506,7 @@ def _forgiving(subscriber: Subscriber) -> Subscriber:
             if (again := repeats(type(error).__name__)) is not None:
                 name = type(event).__name__
                 log.warning(
-                    "%s could not be followed; training continues%s", name, again, exc_info=error
+                    "A subscriber failed on %s; training continues%s", name, again, exc_info=error
                 )
 
     return on_event
@@ -520,7 +520,7 @@ def build_rounds(
 ) -> tuple[RankZero | None, RoundRank]:
     """Build rank 0's own part, and this rank's part of rounds.
 
-    ``connections``: rank 0's, else None. Raises ConfigError.
+    ``connections``: None on all ranks but 0. Raises ConfigError.
     """
     if connections is None:
         return None, RoundRank(training.trainer, context.ranks)
@@ -529,7 +529,7 @@ def build_rounds(
         training.trainer,
         context.ranks,
         uploads=uploads_folder(context.folder),
-        header=Header(  # without close and pages; the trainer fills in the rest
+        header=Header(  # the round adds close and pages; the trainer fills in the rest
             kind="upload",
             run_id=context.config.swarm.run_id,
             outer_step=0,
@@ -560,10 +560,10 @@ def build_rounds(
 
 
 def first_outer_step(folder: Path, outer_step: int) -> int:
-    """Return the outer step that a start continues from: its newest complete checkpoint's.
+    """Return the outer step that a start continues from: that of the newest complete checkpoint.
 
-    A kill leaves one that is not complete, perhaps of a later outer step, for which another
-    version of the network's file may hold.
+    A kill may leave an incomplete checkpoint, perhaps of a later outer step, for which another
+    version of the network's file may be in force.
 
     Args:
         folder: The folder of the checkpoints.
@@ -576,9 +576,9 @@ def first_outer_step(folder: Path, outer_step: int) -> int:
 
 
 def refuse_old_checkpoints(folder: Path) -> None:
-    """Raise WrongPlace if the checkpoints of ``folder`` are of subnet 38's kind of network.
+    """Raise WrongPlace if ``folder`` holds checkpoints of subnet 38's old kind of network.
 
-    They hold another outer step's state, and weights that no network of today has.
+    Their state belongs to another kind of outer step, and no network today has their weights.
     """
     newest = max(folder.glob("checkpoint-*/rank-0.json"), default=None)
     state = ((newest and read_json_object(newest)) or {}).get("state")
@@ -598,20 +598,20 @@ def resume_training(
 ) -> dict[str, Any]:
     """Load the last checkpoint, or the network's weights if there is none. Collective.
 
-    Any checkpoint will do, because updates lead from each outer step to the network's. Training
+    Any checkpoint will do, because updates lead from its outer step to the network's. Training
     continues at the network's place in the learning rate's schedule.
 
     Args:
         trainer: This rank's weights.
-        checkpointer: Finds the last whole checkpoint.
+        checkpointer: Finds the last complete checkpoint.
         info: What rank 0 found out.
-        global_folder: Rank 0's folder of the network's weights; None on other ranks.
+        global_folder: On rank 0 the folder with the network's weights; None on other ranks.
 
     Returns:
-        What was kept in the checkpoint; empty after a fresh start.
+        What was kept in the checkpoint; empty on a fresh start.
 
     Raises:
-        NetworkFailure: If the weights are not this model's.
+        NetworkFailure: If the weights do not fit this model.
     """
     kept: dict[str, Any] = {}
     if (restored := checkpointer.restore()) is not None:
@@ -623,11 +623,11 @@ def resume_training(
         try:
             weights = None if global_folder is None else global_folder / keys.MODEL
             trainer.load_global(weights, info.global_outer_step)
-        except ValueError as error:  # on all ranks alike; nothing has changed
+        except ValueError as error:  # raised on all ranks alike, before anything was changed
             raise NetworkFailure(
                 f"the network's weights do not fit this program ({error}), so nothing is trained: "
                 "look for a newer version; other weights are fetched as soon as they are published"
             ) from None
-    # A checkpoint may be older than what is known of the network's place.
+    # The checkpoint may be behind the network's known place in the schedule.
     trainer.follow_schedule(info.global_outer_step, info.inner_steps)
     return kept

@@ -1,19 +1,19 @@
-"""Stand between pm2 and the ranks: check, start, pass on the stop, leave nothing behind.
+"""Sit between pm2 and the ranks: check, start, forward a stop, leave nothing behind.
 
     launch(config)
-      the outside refuses (disk, port, store, chain) -> a line, tried again with growing pauses
-      ranks of a launcher that was killed            -> they end by themselves, and are waited for
-      the page                                       -> a process of its own, until the end
-      ranks                                          -> data workers, peer process -> p2pd
+      trouble outside (disk, port, store, chain)     -> a log line, a new try after a growing pause
+      ranks of a launcher that was killed            -> wait until they end on their own
+      the dashboard                                  -> a process of its own, until the end
+      each rank                                      -> data workers; rank 0: peer process -> p2pd
       SIGINT, SIGTERM, SIGHUP                        -> SIGTERM only to rank 0, which decides
-      --neuron.stop_timeout over                     -> SIGTERM, then SIGKILL to the ranks' sessions
+      --neuron.stop_timeout is over                  -> SIGTERM, then SIGKILL to the ranks' sessions
       a rank fails                                   -> the others end, and all start again
-      ranks hang (run_folder.py)                     -> stacks to a file, SIGKILL, the same
-      at the end, always                             -> what ranks left behind is ended
+      ranks hang (run_folder.py)                     -> stacks to a file, SIGKILL, all start again
+      at the end, always                             -> end all processes that the ranks left behind
 
-Ranks that failed are started again here, up to :data:`RESTARTS` times in a row; pm2 is the net
-around that. What the outside refuses is not a failure of this program: it is tried again here for
-as long as it takes. Nothing here imports torch.
+Failed ranks are restarted here, up to :data:`RESTARTS` consecutive times; pm2 is the safety net
+behind that. Trouble outside is no failure of this program: the start is tried again here for as
+long as it takes. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -83,18 +83,18 @@ from distributed_training.telemetry.run_state import (
 
 log = logging.getLogger(__name__)
 
-#: Time from SIGTERM to SIGKILL, and then for the kernel. pm2's kill_timeout covers both.
+#: Time from SIGTERM to SIGKILL, and then for the kernel to finish. pm2's kill_timeout covers both.
 TERMINATE_GRACE = timedelta(seconds=5)
-#: Time for the other ranks after rank 0 has ended: then they hang in a collective without an end.
+#: Time that the other ranks get to end after rank 0: by then they hang in an endless collective.
 LINGER = timedelta(seconds=15)
-#: Failures in a row before giving up; ranks that ran for STEADY count as healthy again.
+#: Consecutive restarts before giving up; ranks that ran for STEADY count as healthy again.
 RESTARTS = 5
 STEADY = timedelta(minutes=10)
 FIRST_WAIT, LONGEST_WAIT = timedelta(seconds=1), timedelta(seconds=60)
-LONGEST_PAUSE = timedelta(minutes=5)  # between two tries while the outside refuses
+LONGEST_PAUSE = timedelta(minutes=5)  # between two tries while there is trouble outside
 
-#: Level of the last line, by status. With any other status an operator must act, because nothing
-#: starts the miner again.
+#: Log level of the last line, by status. With any other status an operator must act, because
+#: nothing starts the miner again.
 _LEVELS = {
     ExitStatus.STOPPED: logging.INFO,
     ExitStatus.FINISHED: logging.INFO,
@@ -102,7 +102,7 @@ _LEVELS = {
     ExitStatus.AGAIN: logging.INFO,
 }
 
-#: Words of ``launcher.json`` for the cause of an end, if it was no signal.
+#: Words in ``launcher.json`` for the cause of an end, unless it was a signal.
 _STOPPED_BY = {
     ExitStatus.FINISHED: "finished",
     ExitStatus.DEREGISTERED: "deregistered",
@@ -113,21 +113,21 @@ STACKS_FILE = "stacks.txt"  # in the run folder
 METRICS_FILE = "launcher.prom"
 
 _POLL = timedelta(milliseconds=200)
-_SHORT = 200  # characters of a cause that the log holds in full already
-_LOOK = 20.0  # seconds between two looks at what the last checkpoint took
+_SHORT = 200  # characters kept of a cause that the log already has in full
+_LOOK = 20.0  # seconds between two checks of how long the last checkpoint took
 
 
 def launch(config: Config, *, program: str = PROGRAM) -> ExitStatus:
     """Run a miner to its end. ``program``: see :class:`RankGroup`.
 
-    Call it in the main thread: it handles SIGINT, SIGTERM and SIGHUP. Raises ConfigError for a
-    model that fits no rank.
+    Call it in the main thread: it handles SIGINT, SIGTERM and SIGHUP. Raises ConfigError for an
+    unknown kind of chain or data source, and for a model that does not fit on the ranks.
     """
     file, telemetry = LauncherFile(config.run_folder), config.telemetry
     with contextlib.ExitStack() as stack:
         if (url := telemetry.notify_url) is not None:
             stack.enter_context(Notifier(config.run_folder, config.miner.name, url, file))
-        # Check this once: no disk or network that comes back makes the model fit.
+        # Check this only once: no disk or network that comes back makes the model fit.
         try:
             refuse_unknown_kinds(config)
             refuse_model(config, ranks=ranks_of(config))
@@ -137,7 +137,7 @@ def launch(config: Config, *, program: str = PROGRAM) -> ExitStatus:
         start_log(config)
         log_settings(config)
         limit_resources()
-        # Open the dashboard before what is tried again, because it shows why a start is refused.
+        # Open the dashboard before the part that is retried: it shows why a start is refused.
         with StopSignals() as signals, dashboard(config, config.run_folder.absolute()):
             outages, status = Outages(config.run_folder, signals.stop, file), ExitStatus.FAULT
             try:
@@ -150,12 +150,12 @@ def launch(config: Config, *, program: str = PROGRAM) -> ExitStatus:
 
 
 class Outages:
-    """Retry, with growing pauses, a start that the outside refuses.
+    """Retries, with growing pauses, a start that fails because of trouble outside.
 
-    The cause may be a disk, a mount, a port, a driver, the chain or the store. A start may help
-    then and needs nobody, so none of this ends the miner. Each try is a line of the log, in full
-    after 1, 2, 4, 8 ... of them, and ``launcher.prom`` counts them for an alert. ``reason``: how
-    ranks ended last.
+    The cause may be a disk, a mount, a port, a driver, the chain or the store. A later start may
+    succeed without anybody's help, so none of this ends the miner. Each attempt is logged, the
+    1st, 2nd, 4th, 8th ... one in full, and ``launcher.prom`` counts the attempts for an alert.
+    ``reason``: how the ranks last ended.
     """
 
     def __init__(self, folder: Path, stop: threading.Event, file: LauncherFile) -> None:
@@ -177,9 +177,9 @@ class Outages:
                     return ExitStatus.STOPPED
 
     def wait(self, reason: str) -> bool:
-        """Report ``reason`` and wait before the next try. Return whether a stop was asked for."""
+        """Report ``reason`` and wait before the next try. Return whether a stop was requested."""
         seconds, failures = self._backoff.failed().total_seconds(), self._backoff.failures
-        cause = re.sub(r"\d+", "#", reason)  # ignore figures, which may differ each time
+        cause = re.sub(r"\d+", "#", reason)  # ignore numbers, which may differ each time
         if cause != self._refused_for or failures & (failures - 1) == 0:
             log.warning(
                 "Cannot train: %s. Trying again in %.1f s (attempt %d)",
@@ -196,35 +196,35 @@ class Outages:
         return self._stop.wait(seconds)
 
     def ended(self) -> None:
-        """Note that ranks train: the next outage begins with short pauses."""
+        """Note that the ranks are training, so that the next outage begins with short pauses."""
         if self._backoff.failures:
             self._backoff.succeeded()
             self.report()
 
     def report(self) -> None:
-        """Write the count of tries for the alert, over what an earlier launcher left there."""
+        """Write the number of tries for the alert, replacing an earlier launcher's number."""
         if not self._folder.is_dir():
-            return  # a mount that is away: nothing may be made in its place
+            return  # the mount is missing: create nothing in its place
         self._metrics.set("starts_refused_in_a_row", self._backoff.failures)
         with contextlib.suppress(OSError):
             write_bytes(self._folder / METRICS_FILE, self._metrics.text().encode(), durable=False)
 
 
 def _prepare(config: Config, program: str, signals: StopSignals, outages: Outages) -> ExitStatus:
-    """Take the run folder, then train. Raises ConfigError, OSError."""
-    folder = make_run_folder(config)  # first, for the file that says why a start is refused
+    """Lock the run folder, then train. Raises ConfigError, OSError."""
+    folder = make_run_folder(config)  # first, since it holds the file that says why a start fails
     require_hotkey(config.chain)
     with occupied(config, folder):
         outages.file.owned = True
         outages.file.start()
         outages.report()
-        # The lock is ours, so the earlier launcher is gone, and the kernel has told its ranks to
-        # end: those that are left still save, or hang.
+        # We have the lock, so the earlier launcher is gone and the kernel has told its ranks to
+        # end: those that are left are still saving, or hang.
         left = sessions_of(listening_ranks(folder).values())
         if there := members(left):
             found = counted(len(there), "process", "processes")
             log.warning("Ending %s an earlier miner of this run folder left behind", found)
-            patience = stop_limit(folder, config.miner.stop_timeout)  # they save their state
+            patience = stop_limit(folder, config.miner.stop_timeout)  # they may still be saving
             end_sessions(left, settle=patience, grace=TERMINATE_GRACE)
         return outages.outlast(_Supervisor(config, program, folder, signals, outages).train)
 
@@ -233,7 +233,7 @@ def _prepare(config: Config, program: str, signals: StopSignals, outages: Outage
 
 
 def stop_limit(folder: Path, wanted: timedelta) -> timedelta:
-    """Return ``--neuron.stop_timeout``, or the longer time of a stop by the last checkpoint.
+    """Return ``--neuron.stop_timeout``, or longer if the last checkpoint shows the need.
 
     A stop that is cut short loses every inner step since the last checkpoint.
     """
@@ -244,8 +244,8 @@ def stop_limit(folder: Path, wanted: timedelta) -> timedelta:
 def ranks_of(config: Config, remembered: int = 0) -> int:
     """Return ``--nproc_per_node``, else one rank per visible GPU.
 
-    It is one without GPU or with ``--neuron.device cpu``.
-    ``remembered``: GPUs that an earlier launcher saw, for a driver that is late after a reboot.
+    Without a GPU, or with ``--neuron.device cpu``, the default is one rank. ``remembered``: the
+    number of GPUs that an earlier launcher saw, in case the driver is late after a reboot.
     """
     if config.miner.nproc_per_node or config.miner.device == "cpu":
         return config.miner.nproc_per_node or 1
@@ -254,7 +254,7 @@ def ranks_of(config: Config, remembered: int = 0) -> int:
 
 @contextlib.contextmanager
 def occupied(config: Config, folder: Path, *, sends: bool = True) -> Iterator[None]:
-    """Lock the run folder, with the settings of this start in it. Raises ConfigError.
+    """Lock the run folder, and write this start's settings into it. Raises ConfigError.
 
     ``sends``: whether this machine sends the uploads; if so, its hotkey is locked too.
     """
@@ -274,7 +274,7 @@ def occupied(config: Config, folder: Path, *, sends: bool = True) -> Iterator[No
 
 
 class Phase(enum.Enum):
-    """The phases of running ranks; one start may enter several, each once.
+    """The phases of ranks that are ending; one start may enter several, each once.
 
     ============= ========================== ============================== ====================
     phase         entered when               does                           ended by force after
@@ -287,8 +287,8 @@ class Phase(enum.Enum):
     ``LINGERING`` rank 0 has ended                                          ``LINGER``
     ============= ========================== ============================== ====================
 
-    The stop limit is :func:`stop_limit`'s, read again each time: a checkpoint that ends
-    meanwhile may show that a stop needs longer.
+    The stop limit is the result of :func:`stop_limit`, read again each time: a checkpoint that
+    ends meanwhile may show that a stop takes longer.
     """
 
     STOPPING = enum.auto()
@@ -298,9 +298,9 @@ class Phase(enum.Enum):
 
 
 class _Supervisor:
-    """Run the ranks until a stop, or until they failed too often.
+    """Runs the ranks until a stop, or until they have failed too often.
 
-    ``--neuron.stop_timeout`` covers a stop up to the point where the ranks are ended by force; see
+    ``--neuron.stop_timeout`` covers a stop up to the moment when the ranks are ended by force; see
     :func:`stop_limit`.
     """
 
@@ -316,13 +316,13 @@ class _Supervisor:
     ) -> None:
         self._config, self._settings, self._program = config, config.miner, program
         self._folder, self._signals, self._outages = folder, signals, outages
-        self._entered: dict[Phase, float] = {}  # phases since the start of the ranks, and when
-        self._failures: list[str] = []  # how ranks ended that did so by themselves
+        self._entered: dict[Phase, float] = {}  # phases since the ranks were started -> begin
+        self._failures: list[str] = []  # how the ranks ended that this launcher did not end
         self._looks = Throttle(_LOOK)
-        self._warned = False  # whether the log has said that a stop takes longer than asked for
+        self._warned = False  # whether the log has said that a stop takes longer than the setting
 
     def train(self) -> ExitStatus:
-        """Run ranks to the miner's end. Raises ConfigError of this machine; no rank runs then."""
+        """Run the ranks until the miner ends. Raises ConfigError if this machine fails a check."""
         config, folder = self._config, self._folder
         gpus = remembered_gpus(folder)
         if config.miner.device != "cpu":
@@ -332,7 +332,7 @@ class _Supervisor:
         for check in start_checks(config, ranks=ranks):
             if check.status == "fail":
                 raise ConfigError(check.line)
-            # Warnings of the settings are in the log already.
+            # Warnings about the settings are already in the log.
             if check.status != "ok" and check.name != "configuration":
                 log.warning("%s", check.line)
         self._group = RankGroup(
@@ -342,7 +342,7 @@ class _Supervisor:
         return self._run()
 
     def _run(self) -> ExitStatus:
-        """Run until no start is to follow."""
+        """Run the ranks, and restart them for as long as needed."""
         backoff, again = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT), False
         try:
             while True:
@@ -353,7 +353,7 @@ class _Supervisor:
                 if steady := self._steady(began):
                     backoff.succeeded()
                 if self._signals.stop.is_set():
-                    # A stop that came when no rank ran any more ends the wait below.
+                    # A stop that came after the ranks had failed only cancels the restart.
                     late = not self._is(Phase.STOPPING) and ending.status is ExitStatus.FAULT
                     stopped = ending.outside or late or again
                     return ExitStatus.STOPPED if stopped else ending.status
@@ -363,8 +363,8 @@ class _Supervisor:
                     continue
                 if again and (steady or not again_before):
                     continue  # with another version of the network's file
-                # A second time soon after counts as a failure: a start that cannot keep the version
-                # must not spin.
+                # A second AGAIN soon after counts as a failure, so that a start that cannot adopt
+                # the version does not loop without end.
                 if ending.status is not ExitStatus.FAULT and not again:
                     return ending.status
                 if backoff.failures >= RESTARTS:
@@ -381,19 +381,19 @@ class _Supervisor:
                 if self._signals.stop.wait(seconds):
                     return ExitStatus.STOPPED
         finally:
-            # Do this whatever was raised, because nobody could stop ranks without a launcher.
+            # Do this whatever was raised, because nobody could stop the ranks without a launcher.
             self._group.end(settle=timedelta(0), grace=TERMINATE_GRACE)
 
     def _steady(self, began: float) -> bool:
-        """Return whether the ranks that were started at ``began`` have run for long."""
+        """Return whether the ranks that were started at ``began`` have run for ``STEADY``."""
         steady = time.monotonic() - began > STEADY.total_seconds()
         if steady:
             self._outages.ended()
         return steady
 
     def _run_once(self) -> Ending:
-        """Start the ranks, follow them to their end, and return how that was."""
-        # Otherwise the status that rank 0 wrote last would count for a rank that was killed.
+        """Start the ranks, follow them to their end, and return how they ended."""
+        # Otherwise the last status that rank 0 wrote would count if rank 0 is killed this time.
         forget_ranks(self._folder)
         self._entered, self._failures = {}, []
         if self._signals.asked_at is not None:
@@ -402,22 +402,23 @@ class _Supervisor:
         report_stage(self._folder, 1, "importing")
         try:
             self._group.start()
-        except OSError as error:  # no memory, no process or no descriptor left
+        except OSError as error:  # no memory, processes or file descriptors left
             log.warning("The ranks cannot be started (%s)", error)
-            # Some ranks may run, and would hold the GPUs that the next start needs.
+            # Some ranks may already be running, and they would hold the GPUs that the next start
+            # needs.
             self._group.end(settle=timedelta(0), grace=TERMINATE_GRACE)
             return Ending(ExitStatus.FAULT)
         forced, hung = self._follow()
         ended = self._group.end(settle=timedelta(0) if forced else SETTLE, grace=TERMINATE_GRACE)
         if ended and not forced:
             log.warning("Ended what the ranks left behind: %s", "; ".join(ended))
-        # This counts whatever rank 0 wrote before, because it was killed.
+        # A hang is a fault whatever rank 0 wrote before, because rank 0 was killed.
         if hung:
             return Ending(ExitStatus.FAULT)
         written, stopping = self._written, self._is(Phase.STOPPING)
         if written is None:
-            # Rank 0 had not started, or the disk had no room for the file, and then all may have
-            # ended as they should.
+            # Rank 0 had not started yet, or the disk was too full for the file, and then all ranks
+            # may have ended as they should.
             if stopping and not forced and not (self._listening and self._group.endings):
                 return Ending(ExitStatus.STOPPED)
             if stopping:
@@ -425,7 +426,7 @@ class _Supervisor:
             elif not self._failures:
                 log.warning("Rank 0 left no exit status, so it counts as failed")
             return Ending(ExitStatus.FAULT)
-        # Rank 0 obeyed a SIGTERM that another rank's failure sent it.
+        # Rank 0 obeyed the SIGTERM that it got because another rank failed.
         if written.status is ExitStatus.STOPPED and not stopping and self._group.endings:
             return Ending(ExitStatus.FAULT)
         if not written.outside:
@@ -435,9 +436,9 @@ class _Supervisor:
         return written
 
     def _follow(self) -> tuple[bool, bool]:
-        """Take the ranks through the phases of the table above, until all have ended.
+        """Take the ranks through the phases of :class:`Phase` until all have ended.
 
-        Returns whether they are to be ended by force, and whether they hang.
+        Returns whether they must be ended by force, and whether they hang.
         """
         limit, began, file = self._settings.hang_timeout, time.monotonic(), self._outages.file
         watchdog = Watchdog(self._folder, ranks=range(self._group.world_size), limit=limit)
@@ -452,7 +453,7 @@ class _Supervisor:
                 log.info("%s received: stopping (at most %.0f s)", self._signals.name, seconds)
                 file.enter(LauncherState.STOPPING, stopped_by=f"signal {self._signals.name}")
                 # Until rank 0 listens there is nothing to save, so all ranks get the signal.
-                # Afterwards rank 0 gets it and decides for all.
+                # Afterwards only rank 0 gets it, and decides for all.
                 self._group.signal(signal.SIGTERM, [0] if self._listening else None)
             elif not self._is(Phase.STOPPING) and self._group.endings and self._enter(Phase.FAILED):
                 self._report_failures()
@@ -463,12 +464,12 @@ class _Supervisor:
                 self._enter(Phase.LINGERING)
             if not self._is(Phase.STOPPING) and watchdog.hangs():
                 log.warning(
-                    "The ranks hang: they came to no micro-batch boundary within "
-                    "--neuron.hang_timeout, or no further in their start; "
-                    "ending them. Where each process stood: %s",
+                    "The ranks hang: they reached no micro-batch boundary within "
+                    "--neuron.hang_timeout, or got no further in their start; "
+                    "ending them. The stacks of all processes are in %s",
                     self._folder / STACKS_FILE,
                 )
-                # Send no SIGTERM, because no handler runs in a driver that does not return.
+                # Send no SIGTERM, because no handler runs while a driver call does not return.
                 self._group.kill()
                 return True, True
             if self._entered and (why := self._overdue()):
@@ -476,7 +477,7 @@ class _Supervisor:
                 return True, False
             self._check_stop_time()
             self._group.wait(_POLL)
-        # The last ranks may have ended between two looks.
+        # The last ranks may have ended between two checks.
         if not self._is(Phase.STOPPING):
             self._report_failures()
         return False, False
@@ -485,16 +486,16 @@ class _Supervisor:
         return phase in self._entered
 
     def _enter(self, phase: Phase) -> bool:
-        """Return whether ``phase`` begins now."""
+        """Enter ``phase``. Return whether it begins now."""
         begins = phase not in self._entered
         if begins:
             self._entered[phase] = time.monotonic()
         return begins
 
     def _overdue(self) -> str:
-        """Return why the ranks must be ended by force: a second signal, or too long a phase."""
+        """Return why the ranks must be ended by force: a second signal, or an overdue phase."""
         if self._signals.hurry:
-            return "Asked again; ending the ranks by force"
+            return "Asked to stop again; ending the ranks by force"
         stop = stop_limit(self._folder, self._settings.stop_timeout)
         limits = {
             Phase.STOPPING: stop,
@@ -503,9 +504,9 @@ class _Supervisor:
             Phase.LINGERING: LINGER,
         }
         if self._is(Phase.STOPPING):
-            del limits[Phase.FAILED]  # a stop has its own time
+            del limits[Phase.FAILED]  # a stop has its own limit
         now = time.monotonic()
-        for phase, limit in limits.items():  # the first of several is named
+        for phase, limit in limits.items():  # if several are overdue, the first is named
             seconds = limit.total_seconds()
             if now - self._entered.get(phase, now) > seconds:
                 if phase is Phase.STOPPING:
@@ -514,11 +515,11 @@ class _Supervisor:
         return ""
 
     def _report_failures(self) -> None:
-        """Report failed ranks once for each start, before this launcher ends any."""
+        """Report failed ranks once per start, before this launcher ends any rank."""
         # Later endings are this launcher's own doing.
         if self._failures:
             return
-        # If rank 0 has written its reason down, that reports it.
+        # If rank 0 has written its reason to the file, that is reported instead.
         own = () if self._written is None else ("rank 0 ",)
         self._failures = [line for line in self._group.endings if not line.startswith(own)]
         for line in self._failures:
@@ -534,15 +535,15 @@ class _Supervisor:
             self._warned = True
             longer = math.ceil(needed / 10) * 10
             log.warning(
-                "A stop may take %.0f s (twice the last checkpoint and 20 s), more than "
+                "A stop may take %.0f s (twice the last checkpoint plus 20 s), more than "
                 "--neuron.stop_timeout (%.0f s). The miner takes that time, but what stops it may "
-                "kill it before, and the inner steps since the last checkpoint are lost: give "
-                "--neuron.stop_timeout %d (pm2 follows app.config.js and miner.toml), and %d s to "
+                "kill it sooner, which loses the inner steps since the last checkpoint: set "
+                "--neuron.stop_timeout to %d (pm2 reads app.config.js and miner.toml), and %d s in "
                 "systemd (TimeoutStopSec), Docker (docker stop -t) or Slurm (GraceTime)",
                 needed,
                 asked,
                 longer,
-                longer + 25,  # to end the ranks by force
+                longer + 25,  # 25 s to end the ranks by force
             )
 
     @property

@@ -1,15 +1,16 @@
 """The loop every rank runs: take the boundary's command, carry it out, report its result.
 
-One iteration is one micro-batch boundary. All ranks construct the loop alike, but only
-rank 0 has the controller: one queue of events in, one command per boundary out. The loop knows no
-exchange: each rank's part of a round is in :class:`~.rounds.RoundRank`. No network call happens
-here, because uploads and downloads run in threads of rank 0 and come back as events.
+One iteration is one micro-batch boundary. All ranks build the loop in the same way, but only rank 0
+has the controller: one queue of events in, one command per boundary out. The loop does not depend
+on the exchange: each rank's part of a round is in :class:`~.rounds.RoundRank`. No network call
+happens here, because uploads and downloads run in rank 0's threads, and their results come back as
+events.
 
-Threads of rank 0 (the exchange, signals) only ever post events; so does the loop with the result of
+Rank 0's threads (the exchange, signals) only ever post events, and the loop posts the result of
 each command. At each boundary the controller drains the queue. Every event first goes to the
-subscribers, who report it; then :func:`~.rounds.decide` returns commands, tasks and events that
-follow at once. Tasks go to the exchange, which works in threads of its own. Commands wait for their
-boundary.
+subscribers, which report it. Then :func:`~.rounds.decide` returns the commands, tasks and further
+events that result. The further events are handled at once. Tasks go to the exchange, which works in
+its own threads. Commands wait for their boundary.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Sees each event with the state that it finds.
+#: Called with each event and the state before the event is decided on.
 Subscriber = Callable[[ev.Event, MinerState], None]
 
-#: How long a boundary waits for an event when there is nothing to do: the other ranks sit in the
-#: broadcast for that long.
+#: How long a boundary waits for an event when there is nothing to do: meanwhile the other ranks
+#: wait in the broadcast.
 IDLE_WAIT = 0.2  # seconds
 
 
 class Controller:
     """Decides what all ranks do next.
 
-    ``disk_problem``: returns why an upload does not fit on the disk, None: it does. ``versions``:
-    of the network's file, None if it has none.
+    ``disk_problem``: returns why an upload does not fit on the disk, or None if it does fit.
+    ``versions``: the versions of the network's file; None if it has none.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Controller:
         self._exchange = exchange
         self._disk_problem = disk_problem
         self._versions = versions
-        #: For a script, which continues: called with the version before and the one that holds now.
+        #: Set for a script, which is not restarted: called with the previous and the new version.
         self.adopt: Callable[[Network, Network], None] | None = None
         self._clock = clock
         self.idle_wait = IDLE_WAIT  # seconds
@@ -87,7 +88,7 @@ class Controller:
         self._subscribers: list[Subscriber] = [blocks.on_event]
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Show it every event from now on, after those that subscribed before."""
+        """Call it with every event from now on, after the earlier subscribers."""
         self._subscribers.append(subscriber)
 
     def post(self, event: ev.Event) -> None:
@@ -95,7 +96,7 @@ class Controller:
         self._events.put(event)
 
     def next_command(self) -> Command:
-        """Return the command of this boundary. Waits at most ``idle_wait`` without any work."""
+        """Return this boundary's command. Waits ``idle_wait`` at most if there is nothing to do."""
         # Handle the tick first, because an inner step that ends after the grace is too late for its
         # close.
         if self._tick_due():
@@ -106,8 +107,8 @@ class Controller:
             if upload is not None and (ended := upload.end_of_writing()) is not None:
                 self._handle_event(ended)
         self._look_for_rules()
-        # An update waits for the inner step under way, which it would drop. It does not wait for
-        # data: without any it is applied at once.
+        # An update waits for the end of the current inner step, which it would drop. It does not
+        # wait for data: if there is none, it is applied at once.
         first = self._pending[0] if self._pending else Action.TRAIN
         ends_step = first is Action.OUTER_STEP and self._blocks.in_step
         may_train = self.state.mode is not Mode.STOPPING and (first is Action.TRAIN or ends_step)
@@ -115,11 +116,11 @@ class Controller:
         if may_train and (data.begin or self._blocks.available):
             return Command(Action.TRAIN, data=data)
         if not self._pending:
-            # Do not wait with a request at hand, since ranks begin to fetch only with the command.
+            # Do not wait if there is a request: the ranks begin to fetch only after the command.
             if not data.request:
                 self._handle_next(self.idle_wait)
             return Command(Action.WAIT_FOR_DATA if may_train else Action.IDLE, data=data)
-        # Fill in what the command needs, and rank 0's own part, when its turn comes.
+        # Fill in the arguments and rank 0's part only now that it is the command's turn.
         command = Command(self._pending.popleft())
         state, blocks = self.state, self._blocks
         match command.action:
@@ -132,7 +133,7 @@ class Controller:
             case Action.OUTER_STEP if state.update is not None:
                 command = replace(command, local=LocalPart(update=state.update))
             case Action.WRITE_UPLOAD | Action.OUTER_STEP:
-                command = Command(Action.IDLE)  # a roll-back came between
+                command = Command(Action.IDLE)  # a roll-back came in between
             case Action.CHECKPOINT | Action.STOP as action:
                 kept = {"rank_zero": {"blocks": blocks.state_dict()}}
                 local = LocalPart(kept=kept)
@@ -141,15 +142,15 @@ class Controller:
         return replace(command, data=DataPart(data.request))
 
     def _look_for_rules(self) -> None:
-        """Order a stop if a newer version of the network's file holds at this outer step.
+        """Order a stop if a newer version of the network's file is in force at this outer step.
 
-        The launcher then starts the ranks again, in its rules. A script continues instead.
+        The launcher then restarts the ranks with that version. A script continues with it instead.
         """
         if self._versions is None or self._pending or self.state.mode is Mode.STOPPING:
             return
         before, wanted = self._versions.in_force, self._versions.at(self.state.outer_step)
-        # An older version holds if a checkpoint is behind the network, because a start takes the
-        # version of the network's outer step.
+        # The wanted version is older if training went back to an older checkpoint. That is no
+        # reason to stop.
         if wanted.head.version <= before.head.version:
             return
         if self.adopt is not None:
@@ -163,7 +164,7 @@ class Controller:
         self._handle_event(ev.StopRequested(why, exit_status=ExitStatus.AGAIN))
 
     def drain(self) -> None:
-        """Handle every event that was posted until now."""
+        """Handle every event that was posted so far."""
         while self._handle_next(0.0):
             pass
 
@@ -192,30 +193,31 @@ class Controller:
                     self._exchange.applied(outer_step, wants_weights=wanted)
                 case Action():
                     if each is Action.STOP:
-                        self._pending.clear()  # nothing that was wanted before matters now
+                        self._pending.clear()  # earlier commands no longer matter
                     self._pending.append(each)
                 case _:
                     self._handle_event(each)
 
 
-#: Commands during which nothing is trained: part of a round, or a wait. Their time counts for no
-#: inner step; the time of a checkpoint or of a wait for data does.
+#: Commands during which nothing is trained: part of a round, or a wait. Their time is not counted
+#: in any inner step, unlike the time of a checkpoint or of a wait for data.
 PAUSES = frozenset({Action.IDLE, Action.OUTER_STEP, Action.ROLL_BACK})
 
 
 #: Inner steps after which Python's garbage is collected, at the latest. A step of 256 micro-batches
-#: leaves some thousand small closures, and no tensor.
+#: leaves a few thousand small closures but no tensors.
 GARBAGE_STEPS = 25
-#: New objects after which it is collected whatever ranks do: rank 0's threads make some in a pause.
+#: New objects after which garbage is collected in any case: rank 0's threads create objects even
+#: during a pause.
 GARBAGE_OBJECTS = 500_000
 
 
 class Garbage:
-    """Python's collector, which runs where all ranks let it, and nowhere else.
+    """Runs Python's garbage collector at boundaries only, as far as possible on all ranks at once.
 
-    By itself the collector begins wherever a process has allocated enough, and the other ranks then
-    wait in a collective for that rank. What was made before the loop stays until the end, so the
-    collector need not look at it any more.
+    On its own the collector starts whenever a process has allocated enough, and the other ranks
+    then wait for that rank in a collective. Objects created before the loop live until the end, so
+    the collector no longer examines them.
     """
 
     def __init__(self) -> None:
@@ -225,22 +227,22 @@ class Garbage:
         self._outer_step = self._inner_step = 0
 
     def follow(self, outer_step: int, inner_step: int) -> None:
-        """Collect after an outer step, after some inner steps, or if there is much.
+        """Collect after an outer step, after some inner steps, or if there is much garbage.
 
-        ``inner_step``: in total.
+        ``inner_step``: the total number of inner steps.
         """
         due = outer_step != self._outer_step or inner_step >= self._inner_step + GARBAGE_STEPS
-        # The number is counted by the interpreter, even while the collector is off.
+        # The interpreter keeps this count even while the collector is off.
         if due or gc.get_count()[0] > GARBAGE_OBJECTS:
             self._outer_step, self._inner_step = outer_step, inner_step
             gc.collect()
 
 
 class RankLoop(ABC):
-    """One rank's boundaries, whoever trains between them.
+    """One rank's boundaries, whether the miner or a script trains between them.
 
-    ``data``: None if that is not this program's. ``round_rank`` carries out the parts of a round.
-    ``controller`` is None on all ranks but 0. ``alive``: called at each boundary.
+    ``data``: None if a script brings its own data. ``round_rank`` carries out this rank's part of a
+    round. ``controller`` is None on all ranks but 0. ``alive``: called at each boundary.
     """
 
     def __init__(
@@ -261,13 +263,13 @@ class RankLoop(ABC):
         self._round_rank = round_rank
         self._controller = controller
         self._alive = alive
-        self._requested: set[int] = set()  # blocks this rank has not reported as ready
+        self._requested: set[int] = set()  # requested blocks not yet reported as ready
 
     def boundary(self) -> Command:
-        """Take the boundary's command, carry it out, and report what it came to."""
+        """Take the boundary's command, carry it out, and report the result."""
         began = time.perf_counter()
         self._alive()
-        # The other ranks wait here for rank 0, which takes 0.2 s at most while nothing is due.
+        # The other ranks wait here for rank 0, at most 0.2 s while there is nothing to do.
         command = self._ranks.broadcast(self._next_command())
         # Do this first, because a block begins with the micro-batch of the same boundary.
         self._follow_data(command.data)
@@ -284,9 +286,9 @@ class RankLoop(ABC):
         return self._controller.next_command() if self._controller else None
 
     def _carry_out(self, command: Command) -> ev.Event | None:
-        """Return the event that follows, if one does.
+        """Carry out the command. Return the resulting event, if there is one.
 
-        An error not answered with an event ends the miner on all ranks.
+        An error that is not turned into an event ends the miner on all ranks.
         """
         match command.action:
             case Action.TRAIN:
@@ -301,10 +303,10 @@ class RankLoop(ABC):
                 saved, held = self._checkpointer.saved, self._checkpointer.hold_seconds
                 return ev.CheckpointBegun(self._weights.outer_step, saved, held)
             case Action.STOP:
-                # Do this first, because the checkpoint would wait for the copies of an upload.
+                # Do this first, because the checkpoint would wait for an unfinished upload.
                 self._round_rank.give_up()
                 self._save_last(command.local)
-                # A thread writes it, and threads do not outlive the process.
+                # A thread writes the checkpoint, and threads do not outlive the process.
                 self._checkpointer.wait()
                 return ev.Stopped(command.exit_status)
             case Action.OUTER_STEP:
@@ -313,10 +315,10 @@ class RankLoop(ABC):
 
     @abstractmethod
     def _micro_batch(self) -> ev.Event | None:
-        """Train on a micro-batch, or have it trained on."""
+        """Train on a micro-batch, or let the script do it."""
 
     def _follow_data(self, part: DataPart) -> None:
-        """Prefetch, begin a block, and tell rank 0 which of those requested are ready here."""
+        """Prefetch or begin a block, and tell rank 0 which requested blocks are ready here."""
         if self._data is None:
             return
         if part.request:
@@ -324,8 +326,8 @@ class RankLoop(ABC):
             self._requested.add(part.request)
         if part.begin:
             self._data.begin(part.begin, part.sequences, part.start)
-        # Do this at each boundary: a worker that died idle would otherwise be missed only when its
-        # block is due.
+        # Do this at each boundary: otherwise the death of an idle worker would be noticed only when
+        # its block is due.
         self._data.gather_blocks()
         for block in tuple(self._requested):
             sequences = self._data.ready(block)
@@ -345,12 +347,12 @@ class RankLoop(ABC):
         self._checkpointer.save({"data": position, **local.kept}, self._progress())
 
     def _save_last(self, local: LocalPart) -> None:
-        """Save the checkpoint of a stop."""
+        """Save the checkpoint at a stop."""
         self._save_checkpoint(local)
 
 
 class MinerLoop(RankLoop):
-    """Run boundaries until STOP, and train in them. For the arguments see :class:`RankLoop`."""
+    """Runs boundaries until STOP, and trains at them. For the arguments see :class:`RankLoop`."""
 
     def __init__(self, *, trainer: Trainer, data: DataPipeline, **given: Any) -> None:
         super().__init__(weights=trainer, data=data, **given)
@@ -376,9 +378,9 @@ class MinerLoop(RankLoop):
             self._save_checkpoint(local)
         else:
             log.warning(
-                "No checkpoint of this stop: the last %d inner steps gave NaN or Inf, "
-                "so these weights may be the cause; a start continues from the "
-                "checkpoint before",
+                "No checkpoint is saved at this stop: the last %d inner steps gave NaN or Inf, "
+                "so the weights may be the cause; the next start continues from the "
+                "previous checkpoint",
                 skipped,
             )
 
@@ -387,7 +389,7 @@ class MinerLoop(RankLoop):
     def _micro_batch(self) -> ev.Event:
         batch = self._text.next()
         if batch is None:
-            # All ranks serve equally many sequences, so all of them are at the end now.
+            # All ranks serve the same number of sequences, so all have reached the end now.
             return ev.MicroBatchEnded(trained=False)
         report = self._trainer.add_micro_batch(batch, data_wait_seconds=self._text.wait_seconds)
         if report is None:

@@ -1,4 +1,4 @@
-"""Join the network; follow what chain and bucket say of this miner, the network and its file."""
+"""Join the network, and follow what chain and bucket say about it, its file and this miner."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KEEP_AGAIN = 60.0  # seconds between two writes of the chain's state
 
 
 def read_version(reader: BucketReader, number: int) -> str | None:
-    """Return a version of the network's file; None: the bucket has none, or cannot be read now."""
+    """Return one version of the network's file; None if the bucket lacks it or cannot be read."""
     try:
         return reader.version(number)
     except (StoreError, OSError) as error:
@@ -45,9 +45,10 @@ def read_version(reader: BucketReader, number: int) -> str | None:
 
 
 class NetworkWatch:
-    """Compare what the network's bucket says of its network with the file by which we train.
+    """Compares the network that the bucket describes with the network's file that we train by.
 
-    ``versions``: that file's, to which this adds what the bucket has; None: there are none.
+    ``versions``: the versions of that file, to which this adds newer ones from the bucket; None if
+    there are none.
     """
 
     def __init__(
@@ -62,13 +63,13 @@ class NetworkWatch:
         self.versions = versions
         self._post = post
         self._other_version = ""
-        self._version = 0  # the newest that the bucket has named
+        self._version = 0  # the newest version that the bucket has named
 
     def compare(self) -> None:
-        """Post what has changed.
+        """Post an event if the difference has changed.
 
-        A bucket that is damaged, or away just now, changes nothing. Nor does what the network's
-        master has not signed, or an older version than the bucket has named before.
+        A damaged or unreachable bucket changes nothing. Neither does anything that the network's
+        master has not signed, nor a version older than one that the bucket has named before.
         """
         try:
             shown, rules, refused = self._reader.network(), self._network, ""
@@ -81,7 +82,7 @@ class NetworkWatch:
                 if shown.version > self.versions.newest.head.version:
                     refused = self.versions.look(self._reader.version)
                 rules = self.versions.newest
-        except Exception:  # noqa: BLE001 - foreign bytes: no reason to call our file old
+        except Exception:  # noqa: BLE001 - foreign bytes must not make our file look old
             return
         problem = other_version(shown, rules)
         if problem and refused:
@@ -97,7 +98,7 @@ class NetworkWatch:
 def follow_registration(
     config: Config, folder: Path, member: Member, post: Callable[[ev.Event], None]
 ) -> None:
-    """Keep the chain's state after its reads; post a stop once if the uid is ours no longer."""
+    """Save the chain's state after reads; post a stop, only once, if the uid is no longer ours."""
     chain, hotkey, uid = member.chain, member.hotkey, member.uid
     keep, reported = Throttle(KEEP_AGAIN), False
 
@@ -111,22 +112,22 @@ def follow_registration(
         reported = True
         if found is not None:
             line = (
-                f"hotkey {hotkey} is uid {found} now, no longer {uid}: it uploads to another "
-                "bucket from here on, so the miner starts again"
+                f"hotkey {hotkey} is uid {found} now, no longer {uid}: its uploads now go to "
+                "another bucket, so the miner starts again"
             )
             status = ExitStatus.AGAIN
         elif chain.expelled(hotkey):
             status = ExitStatus.DEREGISTERED
             line = (
-                f"the founder expelled hotkey {hotkey} from this network, so nothing of it counts "
-                "and the miner ends; its weights are kept: ask the founder, who can let it in "
+                f"the founder expelled hotkey {hotkey} from this network, so its uploads no longer "
+                "count and the miner ends; its weights are kept: ask the founder to let it in "
                 "again with `dt-network expel --again`, then start the miner"
             )
         else:
             line = (
-                f"hotkey {hotkey} is no longer registered, so nothing of it counts and training "
-                f"stops; its weights are kept: register it again with "
-                f"`{how_to_register(config.chain)}`, and the miner continues by itself"
+                f"hotkey {hotkey} is no longer registered, so its uploads no longer count and "
+                f"training stops; its weights are kept: register it again with "
+                f"`{how_to_register(config.chain)}`, and the miner continues on its own"
             )
         post(ev.StopRequested(line, status))
 
@@ -134,7 +135,7 @@ def follow_registration(
 
 
 def join_network(config: Config, folder: Path, stack: ExitStack) -> Member:
-    """Join the subnet as :func:`join_subnet` does, and show it in metrics if no uid is found."""
+    """Join the subnet with :func:`join_subnet`; if there is no uid, the metrics file says so."""
     try:
         return join_subnet(config, stack, folder=folder)
     except NotRegistered:
@@ -145,11 +146,11 @@ def join_network(config: Config, folder: Path, stack: ExitStack) -> Member:
 
 
 def chain_facts(chain: Chain, hotkey: str, now: float) -> dict[str, Any]:
-    """Return the facts of a verdict that the chain knows at ``now``, in Unix seconds."""
+    """Return the chain's facts for a verdict at the time ``now``, in Unix seconds."""
     try:
         me = find(chain.neurons(), hotkey)
         at = now - chain.age().total_seconds()
-    except ChainUnavailable:  # it has not answered once
+    except ChainUnavailable:  # it has never answered
         return {"chain_trouble": chain.trouble}
     return {
         "chain_trouble": chain.trouble,

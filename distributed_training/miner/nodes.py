@@ -1,12 +1,12 @@
-"""Join the ranks of several machines (*nodes*), where torchrun started them.
+"""Join the ranks of several machines (*nodes*) that torchrun started.
 
-torchrun starts the ranks of its node, passes a signal on to them, and ends them all once one has
+torchrun starts the ranks of its node, forwards a signal to them, and ends them all once one has
 failed. A rank of another node then fails in its next collective, so torchrun ends on all nodes, pm2
-or Slurm starts it again, and training continues from the last checkpoint. Two things torchrun
-does not do, so ranks do them through its store on node 0:
+or Slurm starts it again, and training continues from the last checkpoint. There are two things that
+torchrun does not do, so the ranks do them through torchrun's store on node 0:
 
-    stop           a node was asked to stop: rank 0 saves, and ends all
-    started/R      rank R has started; one that finds itself there came back too early
+    stop           a node was asked to stop: rank 0 saves, and ends all ranks
+    started/R      rank R has started; if it finds this key already set, it came back too early
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .run_folder import RankEnvironment
 
 log = logging.getLogger(__name__)
 
-LOOK = 2.0  # seconds
+LOOK = 2.0  # seconds between two checks of torchrun's store
 _STORE_TIMEOUT = timedelta(seconds=30)
 
 
@@ -55,11 +55,11 @@ def open_tcp_store() -> dist.Store:
 
 
 class Nodes:
-    """One rank's part in a miner of several machines.
+    """One rank's part in a miner on several machines.
 
-    ``store``: a connection for only this object, since an answer that does not come must hold up
-    nothing else. ``stop_wanted``: whether this process was asked to stop. ``hangs``: whether this
-    rank shows no sign of life.
+    ``store``: a connection that only this object uses, since a missing answer must not hold up
+    anything else. ``stop_wanted``: returns whether this process was asked to stop. ``hangs``:
+    returns whether this rank shows no sign of life.
     """
 
     def __init__(
@@ -78,15 +78,15 @@ class Nodes:
         self._closed = threading.Event()
 
     def join(self, config: Config, folder: Path, stack: ExitStack) -> None:
-        """Do what else the launcher does before there are ranks, and begin to watch.
+        """Do what the launcher otherwise does before it starts the ranks, and begin to watch.
 
-        ``stack`` ends it. Raises ConfigError; NetworkFailure in a start that an earlier process of
-        this rank was part of.
+        Closing ``stack`` undoes these steps. Raises ConfigError, and NetworkFailure if an earlier
+        process of this rank already took part in the same start.
         """
         limit_resources()
         if self._me.local_rank == 0:
             log_settings(config)
-            # Nodes may share the disk with the wallet.
+            # Nodes may share the disk that holds the wallet.
             stack.enter_context(occupied(config, folder, sends=self._me.rank == 0))
         if self._me.rank == 0:
             stack.enter_context(dashboard(config, folder))
@@ -94,22 +94,22 @@ class Nodes:
             raise NetworkFailure(
                 f"the ranks of the other nodes have not noticed yet that rank {self._me.rank} "
                 "ended, so it ends once more: training continues from the last checkpoint once "
-                "torchrun has started again on all nodes"
+                "torchrun has restarted on all nodes"
             )
         threading.Thread(target=self._watch, name="nodes", daemon=True).start()
 
     def close(self, status: int, reason: str) -> int:
         """Stop watching. Return the exit status for torchrun.
 
-        After a stop that another node was asked for, this one is to be started again: then it waits
-        for that node, while torchrun after 0 would wait 300 s first.
+        If another node was asked to stop, this node must be started again, so that it waits for
+        that node. The status is then FAULT, since after 0 torchrun would first wait 300 s.
         """
         self._closed.set()
         if self._me.rank == 0:
             log.info("Stopped with status %d%s", status, f": {reason}" if reason else "")
         asked = self._stopped_elsewhere
         if status == ExitStatus.STOPPED and not asked and not self._stop_wanted():
-            try:  # all may save before this rank's next look
+            try:  # all ranks may have saved before this rank's next check
                 asked = self._store.add("stop", 0) > 0
             except RuntimeError:
                 log.debug("torchrun's store is gone", exc_info=True)

@@ -2,9 +2,9 @@
 
     python -m distributed_training.miner.rank_group PROGRAM FD      one rank
 
-Each rank is a plain process that leads a session. Settings and secrets come to it through its
-socket, so that none of them stand in ``/proc``. When the launcher ends, however that is, the rank
-gets SIGTERM and saves what it has.
+Each rank is a plain process that leads a session. It receives settings and secrets through its
+socket, so that they do not show up in ``/proc``. However the launcher ends, the rank then gets
+SIGTERM and saves what it has.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ PROGRAM = "distributed_training.miner.start"  # the module whose run_rank(config
 
 
 def rank_environment_defaults(*, ranks: int) -> dict[str, str]:
-    """Return the variables that the ranks of one machine need when they are imported."""
+    """Return the variables that libraries read on import in the ranks of one machine."""
     wanted = {
         "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
         # Threads of numpy and scipy, which nothing here uses.
         "OPENBLAS_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # Put large tensors into huge pages if the kernel gives them on request: copies of the whole
-        # model (checkpoints, uploads, the outer step) mostly wait for first touches of pages.
+        # Put large tensors into huge pages if the kernel grants them on request: copies of the
+        # whole model (checkpoints, uploads, the outer step) mostly wait for page faults.
         "THP_MEM_ALLOC_ENABLE": "1",
     }
-    if not os.environ.get("PYTORCH_ALLOC_CONF"):  # torch's newer name of the same
-        # Use segments that grow in place of many fixed ones, so that free memory can be used.
-        # Otherwise a nearly full GPU runs out of memory by fragmentation, hours into a run.
+    if not os.environ.get("PYTORCH_ALLOC_CONF"):  # torch's newer name for the same variable
+        # Use segments that grow instead of many fixed ones, so that all free memory is usable.
+        # Otherwise a nearly full GPU runs out of memory through fragmentation, hours into a run.
         wanted["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     found = {name: os.environ.get(name, value) for name, value in wanted.items()}
     if sys.platform == "linux":
-        # All ranks are on this machine, so use loopback: its name may resolve to nothing, and an
-        # image's variable may name an interface of another machine.
+        # All ranks are on this machine, so use loopback: the host name may not resolve, and a
+        # variable set in an image may name an interface that only another machine has.
         found["GLOO_SOCKET_IFNAME"] = "lo"
     return found | {"PYTHONUNBUFFERED": "1"}
 
 
 def rank_variables(rank: int, *, world_size: int) -> dict[str, str]:
-    """Return the variables by which a rank of one machine knows its place."""
+    """Return the variables that tell a rank on one machine its place among the ranks."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -76,11 +76,11 @@ def rank_variables(rank: int, *, world_size: int) -> dict[str, str]:
 
 
 class RankGroup:
-    """Start this machine's ranks, and end them together.
+    """Starts this machine's ranks, and ends them together.
 
-    Each runs ``run_rank(config)`` of the module ``program``, which this process does not import.
-    May be started again once all ranks have ended. ``stacks``: the path to which :meth:`kill`
-    writes the ranks' stacks.
+    Each rank runs ``run_rank(config)`` of the module ``program``, which this process does not
+    import. The group may be started again once all ranks have ended. ``stacks``: the path to which
+    :meth:`kill` writes the ranks' stacks.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class RankGroup:
         self._sockets: list[Connection] = []  # a rank ends when its socket is closed
 
     def start(self) -> None:
-        """Start every rank. Raises OSError; some may run then."""
+        """Start every rank. Raises OSError; some ranks may already be running then."""
         self._ranks, self._sockets = [], []
-        # Nobody else can open this file, no disk can refuse it, and it vanishes when the last rank
-        # has ended.
+        # No other account can open this file, no full disk can prevent it, and it vanishes when the
+        # last rank has ended.
         store = os.memfd_create("ranks")
         secrets = {name: value for name, value in os.environ.items() if is_secret(name)}
         try:
@@ -141,23 +141,23 @@ class RankGroup:
         return found
 
     def wait(self, timeout: timedelta) -> None:
-        """Wait until a rank ends, at most ``timeout``."""
+        """Wait until a rank ends, but at most ``timeout``."""
         wait([self._sockets[number] for number in self.running], timeout.total_seconds())
 
     def signal(self, number: signal.Signals, ranks: Sequence[int] | None = None) -> None:
-        """Send a signal to ``ranks`` (all by default) that still run."""
+        """Send a signal to those of ``ranks`` (all by default) that are still running."""
         for each in range(len(self._ranks)) if ranks is None else ranks:
             self._ranks[each].send_signal(number)  # does nothing for a rank that has ended
 
     def end(self, *, settle: timedelta, grace: timedelta) -> list[str]:
-        """End what is left of the ranks and of all that they started; return what it ended."""
+        """End all remaining ranks and the processes that they started; return a line for each."""
         ended = end_sessions(self.pids, settle=settle, grace=grace)
         for rank in self._ranks:
             wait_or_kill(rank, 0)
         return ended
 
     def kill(self) -> None:
-        """End ranks that hang, and what they started, after their stacks were written."""
+        """Write the stacks of ranks that hang, then end them and the processes they started."""
         try:
             collect_stacks(self._stacks, members(self.pids))
         except OSError as error:  # for example a full disk

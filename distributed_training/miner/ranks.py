@@ -1,7 +1,7 @@
 """Send rank 0's decision to all ranks: one small broadcast per micro-batch boundary.
 
-The vector is int64 and always of the same length, so a boundary costs one gloo broadcast of 64
-bytes whatever the command. Data beyond integers (a folder, a round's request) stays on rank 0
+The broadcast is an int64 vector of fixed length, so a boundary costs one gloo broadcast of 64
+bytes, whatever the command. Anything other than integers (a file, a close) stays on rank 0
 (:class:`~.events.LocalPart`) or is derived from the integers.
 """
 
@@ -21,15 +21,15 @@ from distributed_training.node.start import NetworkFailure
 from .events import COMMAND_INTEGERS, Command
 from .run_folder import RANK_STORE
 
-_SHARE_POLL = 0.1  # seconds
+_SHARE_POLL = 0.1  # seconds between two checks for a shared value
 
 
 class RankChannel:
-    """The ranks' side channel: commands, votes and the readiness of data.
+    """The ranks' side channel: for commands, votes, and which data is ready.
 
-    ``group`` is a gloo group over all ranks (its timeout covers the longest time rank 0 may take
-    between two boundaries); ``store`` is the process group's key-value store. With one rank nothing
-    is sent. ``local_world_size``: ranks on each machine; 0: all are on this one.
+    ``group`` is a gloo group over all ranks (its timeout covers the longest time that rank 0 may
+    take between two boundaries); ``store`` is the process group's key-value store. With one rank
+    nothing is sent. ``local_world_size``: ranks on each machine; 0 if all are on this one.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class RankChannel:
         self._store = store
 
     def broadcast(self, command: Command | None) -> Command:
-        """Return rank 0's command on every rank, its local part apart; the others pass None."""
+        """Send rank 0's command, except its local part, to the other ranks, which pass None."""
         if self.world_size > 1:
             integers = command.to_integers() if command else [0] * COMMAND_INTEGERS
             vector = torch.tensor(integers, dtype=torch.int64)
@@ -66,9 +66,9 @@ class RankChannel:
             self._store.set(f"data/{block}/{self.rank}", str(sequences))
 
     def ready_everywhere(self, block: int, own: int | None) -> int | None:
-        """Rank 0: sequences every rank can serve of ``block``, or None while one is not ready.
+        """Return how many sequences of ``block`` every rank can serve; None if one is not ready.
 
-        Never blocks: asks the key-value store, not the ranks.
+        Only rank 0 calls it. It never blocks, since it asks the key-value store, not the ranks.
         """
         if own is None:
             return None
@@ -78,19 +78,19 @@ class RankChannel:
         if not self._store.check(keys):
             return None
         least = min([own, *(int(self._store.get(key)) for key in keys)])
-        # A store in memory would keep them for ever.
+        # An in-memory store would keep the keys forever.
         for key in keys:
             self._store.delete_key(key)
         return least
 
     def share(self, name: str, value: dict[str, Any] | None) -> dict[str, Any]:
-        """Rank 0 passes something JSON-able once at the start, the others None and wait for it."""
+        """Share one rank's JSON-able value, once, at the start; the others pass None and wait."""
         key = f"share/{name}"
         if value is not None:
             self._store.set(key, json.dumps(value))
             return value
-        # Rank 0 may wait long for the subnet, and says so. Do not use Store.wait: a rank that
-        # blocks in it handles no SIGTERM.
+        # Rank 0 may wait a long time for the subnet, and logs that. Do not use Store.wait: a rank
+        # that blocks in it does not handle SIGTERM.
         while not self._store.check([key]):
             time.sleep(_SHARE_POLL)
         shared: dict[str, Any] = json.loads(self._store.get(key))
@@ -99,7 +99,7 @@ class RankChannel:
     def close(self) -> None:
         """Leave the process group. All ranks call it, after their last collective."""
         if dist.is_initialized():
-            self.vote(True)  # rank 0 may host the store: nobody leaves before the last
+            self.vote(True)  # wait for all ranks, since rank 0 may host the store
             dist.destroy_process_group()
 
 
@@ -110,12 +110,12 @@ def join_ranks(
     backend: str,
     collective_timeout: timedelta | None = None,
 ) -> RankChannel:
-    """Join the process group that torchrun described in the environment.
+    """Join the process group that the environment variables describe.
 
-    ``timeout`` covers every gloo collective of the control channel: a rank that does not come to a
-    boundary within it ends the miner (and it is started again). ``collective_timeout`` covers each
-    collective of the default group, which is the model's, and the meeting at rank 0's store; None:
-    ``timeout``. Raises NetworkFailure if ranks of several nodes do not meet.
+    ``timeout`` covers every gloo collective of the control channel: if a rank does not reach a
+    boundary within it, the miner ends (and is started again). ``collective_timeout`` covers each
+    collective of the default group, which the model uses, and the meeting at rank 0's store; None
+    means ``timeout``. Raises NetworkFailure if the ranks of several nodes do not meet.
     """
     rank, world_size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
     local = int(environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -129,17 +129,17 @@ def join_ranks(
             world_size=world_size,
             timeout=of_model,
         )
-        # Make a gloo group next to NCCL too: a command must not wait for what is queued on the GPU.
+        # Create a gloo group in addition to NCCL: a command must not wait for work queued on a GPU.
         group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
     except RuntimeError as error:
-        # On one machine nothing lies between the ranks.
+        # On one machine there is no network between the ranks.
         if local == world_size:
             raise
-        # A firewall may pass torchrun's port and no other: torch names no cause.
+        # A firewall may allow only torchrun's port, and torch does not name the cause.
         raise NetworkFailure(
             f"the ranks of the nodes did not meet at {environ['MASTER_ADDR']} "
-            f"({str(error).splitlines()[0]}), so all ranks start again: let all TCP ports through "
-            "between the nodes, in the firewalls of both (docs/several-machines.md)"
+            f"({str(error).splitlines()[0]}), so all ranks start again: open all TCP ports "
+            "between the nodes in each node's firewall (docs/several-machines.md)"
         ) from error
     return RankChannel(
         rank=rank,
@@ -154,14 +154,14 @@ def _store(environ: Mapping[str, str], world_size: int, timeout: timedelta) -> d
     """Return the store through which the ranks meet.
 
     On one machine it is a file of the launcher that no other account can open. Under torchrun it is
-    that of its agent on node 0.
+    the store of torchrun's agent on node 0.
     """
     if world_size == 1:
-        return dist.HashStore()  # nobody to meet: neither a port nor a file that a disk may refuse
-    # TCPStore asks nobody who they are: any local account could read, change and delete its keys,
-    # among them the addresses that gloo and NCCL connect to.
+        return dist.HashStore()  # there is no other rank, so it needs neither a port nor a file
+    # TCPStore authenticates nobody: any local account could read, change and delete its keys,
+    # including the addresses that gloo and NCCL connect to.
     if path := environ.get(RANK_STORE):
-        # It grows by 50 bytes per block and rank, until the ranks start again.
+        # The file grows by 50 bytes per block and rank, until the ranks start again.
         file = dist.FileStore(path, world_size)
         file.set_timeout(timeout)
         return file
@@ -171,6 +171,6 @@ def _store(environ: Mapping[str, str], world_size: int, timeout: timedelta) -> d
         world_size,
         is_master=False,
         timeout=timeout,
-        # Its constructor would wait for all of them, and handle no SIGTERM meanwhile.
+        # The constructor would wait for all workers, and would not handle SIGTERM meanwhile.
         wait_for_workers=False,
     )

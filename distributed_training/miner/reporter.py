@@ -1,8 +1,8 @@
 """Turn events into log lines, ``events.jsonl`` and metrics, and measure the machine for them.
 
-All log lines about the miner's loop come from here. People read the log, programs the event file
-(``telemetry.read_events``), monitoring the metrics file. An event's fields and the
-lines that operators search for (``protocol/lines.py``) are an interface and stay.
+All log lines about the miner's loop come from here. People read the log, programs read the event
+file (``telemetry.read_events``), and monitoring reads the metrics file. The events' fields and the
+lines that operators search for (``protocol/lines.py``) are a public interface and must not change.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .run_folder import listening_ranks
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_SAY_AGAIN = 600.0  # seconds between two lines of uploads that have no room
+_SAY_AGAIN = 600.0  # seconds between two log lines about uploads that do not fit on the disk
 
 _FATES = {
     Base.MERGED: "our upload was merged",
@@ -51,11 +51,12 @@ Record = Callable[..., None]  # (kind, **fields): writes an event
 
 
 class Reporter:
-    """Rank 0's; subscribes to the event stream. A round is from a close to the outer step.
+    """Reports rank 0's events. A round lasts from a close to the outer step.
 
-    ``expect_gpu``: a step that used no GPU is worth a warning. ``bucket``: the one that uploads go
-    to. ``joined``: whether an upload was ever begun; a close before that is too early, and no
-    fault. ``upload_from``: inner steps of an outer step before its first upload.
+    ``expect_gpu``: whether to warn about a step that used no GPU. ``bucket``: the bucket that
+    uploads go to. ``joined``: returns whether an upload was ever begun; a close before that comes
+    too early, which is no fault. ``upload_from``: returns how many inner steps an outer step needs
+    before its first upload.
     """
 
     def __init__(
@@ -77,11 +78,11 @@ class Reporter:
         self._no_room = Repeats(_SAY_AGAIN, clock=clock)
         self._mode = Mode.TRAINING
         self._round_began: float | None = None
-        self.round_seconds: float | None = None  # seconds of the last round
-        self.step_level = logging.INFO  # level of the lines of a step
+        self.round_seconds: float | None = None  # duration of the last round
+        self.step_level = logging.INFO  # log level of the lines about a step
 
     def on_event(self, event: ev.Event, state: MinerState) -> None:
-        """Report an event; ``state`` is the state it found, before any decision on it."""
+        """Report an event; ``state`` is the state before the event is decided on."""
         if state.mode is not self._mode:
             self._record("state", before=self._mode.value, after=state.mode.value)
             self._mode = state.mode
@@ -128,7 +129,7 @@ class Reporter:
                 log.info("%s", lines.UPLOAD_MODEL_START)
                 log.info(lines.UPLOADING, self._bucket)
             case ev.UploadEnded(close=close, cause=problem):
-                # For progress only inform: whatever prevents it is a warning at the next close.
+                # Only inform about progress: whatever prevents it causes a warning at the close.
                 level = logging.WARNING if close.serial else logging.INFO
                 if problem:
                     log.log(level, lines.UPLOAD_FAILED, problem)
@@ -146,13 +147,13 @@ class Reporter:
                 )
             case ev.OuterStepEnded() if state.update is not None:
                 self._report_round(event, state, state.update)
-            case ev.NetworkDiffers(cause=cause, forked=True):  # empty: a recovery has settled it
+            case ev.NetworkDiffers(cause=cause, forked=True):  # empty cause: a recovery settled it
                 self._record("fork", cause=cause)
             case ev.Stopped(exit_status=status):
                 self._record("stop", reason=state.stop_reason, exit_status=status)
 
     def _report_round(self, event: ev.OuterStepEnded, state: MinerState, update: Update) -> None:
-        """Report that the update was applied, or was not, and what became of our upload."""
+        """Report whether the update was applied, and what became of our upload."""
         began, reached, word = self._round_began, event.outer_step, ""
         if update.whole:
             log.info("Whole weights in place of updates: %s", update.whole)
@@ -194,11 +195,11 @@ class Reporter:
 
 
 def machine_gauges(folder: Path, *, needed: int) -> Mapping[str, Callable[[], float | None]]:
-    """Return the gauges of the disk and of the memory of one miner.
+    """Return the gauges of one miner's disk and memory.
 
     ``needed``: bytes that an upload, a checkpoint and the reserve take in ``folder``.
     """
-    total = host_bytes()  # as the start found it, so that a step reads no files
+    total = host_bytes()  # read once at the start, so that no step reads files for it
     return {
         "disk_free_bytes": lambda: free_bytes(folder),
         "disk_needed_bytes": lambda: needed,
@@ -208,7 +209,7 @@ def machine_gauges(folder: Path, *, needed: int) -> Mapping[str, Callable[[], fl
 
 
 def gauges_by_rank(folder: Path, *, gpus: int) -> dict[str, dict[int, float]]:
-    """Return metric, rank -> value. A rank has the number of its GPU."""
+    """Return metric -> rank -> value. A rank has the same number as its GPU."""
     found: dict[str, dict[int, float]] = {}
     for rank, process in listening_ranks(folder).items():
         with contextlib.suppress(psutil.Error):
@@ -229,9 +230,9 @@ def gauges_by_rank(folder: Path, *, gpus: int) -> dict[str, dict[int, float]]:
 
 
 def _resident(folder: Path) -> float:
-    """Return the resident bytes of all ranks and of what they have started.
+    """Return the resident bytes of all ranks and of the processes that they have started.
 
-    Shared pages count for each process.
+    Shared memory counts once for each process.
     """
     ranks = [rank.pid for rank in listening_ranks(folder).values()]
     total = 0
@@ -242,11 +243,10 @@ def _resident(folder: Path) -> float:
 
 
 class Metrics:
-    """The metrics file, with what other packages count and measure; subscribes to the events.
+    """Keeps the metrics file, with what other packages count and measure.
 
-    ``counts``: totals by the name of the package; ``gauges``, ``by_rank``: measured when the file
-    is written. ``joined``: whether an upload was
-    ever begun; rounds before that are none that this miner missed.
+    ``counts``: totals by package name; ``gauges``, ``by_rank``: measured when the file is written.
+    ``joined``: returns whether an upload was ever begun; earlier rounds do not count as missed.
     """
 
     def __init__(
@@ -263,11 +263,11 @@ class Metrics:
         self._counts = counts
         self._gauges = gauges
         self._by_rank = by_rank
-        self._last_rounds: deque[bool] = deque(maxlen=20)  # whether each had our upload
-        # Begin with zero, since a counter that appears with 1 shows no increase.
-        self._skipped = {"disk": 0, "steps": 0}  # uploads
+        self._last_rounds: deque[bool] = deque(maxlen=20)  # whether each merged our upload
+        # Begin with 0, since a counter that first appears with 1 shows no increase.
+        self._skipped = {"disk": 0, "steps": 0}  # skipped uploads, by kind
         for name in ("rounds", "rounds_failed", "rounds_missed", "publications_failed"):
-            # Begin at 0, so that the first one is an increase.
+            # Begin with 0 here too.
             file.registry.add(f"{name}_total", 0)
         file.registry.labelled("build_info", "version", {__version__: 1.0})
         for name in ("start", "last_step"):
@@ -279,15 +279,15 @@ class Metrics:
         match event:
             case ev.InnerStepDone(report=report):
                 record_step(registry, report)
-                # A skipped step counts too: the alert by it is for a loop that stands.
+                # A skipped step counts too: the alert on this metric is for a loop that stopped.
                 registry.set("last_step_timestamp_seconds", time.time())
                 self._file.write(self._gather_figures)
-            case ev.Tick():  # this comes even if no step ends, in a round or without data
+            case ev.Tick():  # comes even while no step ends, as in a round or without data
                 self._file.write(self._gather_figures)
             case ev.OuterStepEnded(committed=ok, outer_step=reached) if (
                 state.update is not None and self._joined()
             ):
-                # A miner that applied an update without a share in it took no part.
+                # A miner that applied an update without its own upload took no part in the round.
                 took_part = ok and state.update.base is Base.MERGED
                 registry.add("rounds_total")
                 registry.add("rounds_failed_total", not took_part)
@@ -304,7 +304,7 @@ class Metrics:
                     registry.set("last_publication_timestamp_seconds", time.time())
             case ev.UploadSkipped(kind=kind):
                 self._skipped[kind] += 1
-            case ev.Stopped():  # the last figures, which stay in the file
+            case ev.Stopped():  # write the last figures, which stay in the file
                 self._file.write(self._gather_figures, at_once=True)
 
     def _gather_figures(self) -> None:
@@ -317,15 +317,15 @@ class Metrics:
         registry.totals("uploads", refused)
         for package, counts in self._counts.items():
             counted = dict(counts())
-            if "connections" in counted:  # the one that may fall
+            if "connections" in counted:  # the only one that may decrease
                 registry.set(f"{package}_connections", counted.pop("connections"))
             registry.totals(package, counted)
 
 
 def _unless_it_fails(measure: Callable[[], _T]) -> _T | None:
-    """Return a measurement, or None if it cannot be made: the metric is absent then."""
+    """Return a measurement, or None if it fails; then the metric is absent."""
     try:
         return measure()
-    # Without a free descriptor /proc cannot be read, and processes end while they are read.
+    # /proc cannot be read without a free file descriptor, and a process may end while it is read.
     except (OSError, psutil.Error):
         return None

@@ -1,14 +1,14 @@
 """Decide what follows from each event, and carry out one round from close to outer step.
 
-Everything that happens becomes an *event* in one queue of rank 0: a close, an update, a signal, the
-result of each command. :func:`decide` turns the :class:`MinerState` and an event into the next
-state and what follows: *commands*, which reach all ranks at a micro-batch boundary, and *tasks* of
-the exchange. What follows from one is an event again. No process, clock or network is touched in
-it: events carry the time at which they happened, of ``time.monotonic()``, because a wall clock that
-is set must move no deadline.
+Everything that happens becomes an *event* in a single queue on rank 0: a close, an update, a
+signal, or the result of a command. :func:`decide` turns the :class:`MinerState` and an event into
+the next state and its consequences: *commands*, which all ranks carry out at a micro-batch
+boundary, and *tasks* for the exchange. Their results are events again. The function touches no
+process, clock or network: events carry the ``time.monotonic()`` at which they happened, because a
+change of the wall clock must not move a deadline.
 
-Inner steps continue all the time. They pause only where all ranks work: for the copies of an upload
-and of a checkpoint, and for the outer step. A round, in the order in which it happens:
+Inner steps continue all the time. They pause only while all ranks copy the weights for an upload or
+a checkpoint, and during the outer step. The steps of a round, in order:
 
 ==========================  =======================================================================
 who                         what
@@ -22,8 +22,8 @@ the exchange's threads      send it; later :class:`~distributed_training.exchang
 all ranks: RoundRank        prepare, vote, commit everywhere or nowhere
 ==========================  =======================================================================
 
-The order of upload, checkpoint and sending makes a kill at any moment harmless: a miner that starts
-again has either not sent an upload, or knows what it held.
+The order of upload, checkpoint and sending makes a kill at any moment harmless: after a restart the
+miner has either not sent an upload, or knows what it contained.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Pause after an update that failed.
+# first and longest pause after a failed update
 _AGAIN, _AGAIN_LONGEST = timedelta(minutes=1), timedelta(hours=1)
 
 
 def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
     """Return the next state, and the commands, tasks and events that follow from ``event``.
 
-    Pure. An event that has no meaning in a mode changes nothing.
+    A pure function. An event that has no meaning in the current mode changes nothing.
     """
     upload = state.upload
     match event:
@@ -80,7 +80,7 @@ def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
             after = replace(state, mode=Mode.STOPPING, exit_status=status, stop_reason=reason)
             return after, (Action.STOP,)
         case ev.InnerStepDone(diverged=True):
-            # The checkpoint may belong to an earlier outer step than the update that is at hand.
+            # While an update waits, do nothing: the checkpoint may be of an earlier outer step.
             if state.update is None:
                 return state.clear_unsaved(), (Action.ROLL_BACK,)
         case ev.InnerStepDone():
@@ -117,7 +117,7 @@ def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
         case ev.OuterStepEnded() if state.update is not None:
             return _end_outer_step(state, event)
         case ev.Tick(at=at) if state.mode is Mode.UPDATE_FAILED and at >= state.again_at:
-            # The second time fetch whole weights, which do not depend on ours.
+            # After a second failure fetch whole weights, which do not depend on ours.
             again = Applied(state.outer_step, wants_weights=state.update_failures > 1)
             return replace(state, mode=Mode.TRAINING), (again,)
         case ev.Tick(at=at):
@@ -128,14 +128,14 @@ def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
 
 
 def uploads_for(state: MinerState, close: Close) -> bool:
-    """Return whether this miner may upload for ``close``: it holds its weights, and did not yet."""
+    """Return whether this miner may upload for ``close``: it has its weights, and no upload yet."""
     again = state.upload is not None and close.serial <= state.upload.close.serial
     holds = state.mode is not Mode.STOPPING and close.outer_step == state.outer_step
     return holds and not again and state.update is None
 
 
 def _count_step(state: MinerState, done: ev.InnerStepDone, rules: Rules) -> Decision:
-    """Return what is due after an inner step: an upload, a checkpoint, progress or nothing."""
+    """Return what is due after an inner step: upload, checkpoint, progress upload or nothing."""
     report = done.report
     state = replace(
         state,
@@ -145,8 +145,8 @@ def _count_step(state: MinerState, done: ev.InnerStepDone, rules: Rules) -> Deci
         unsaved_seconds=state.unsaved_seconds + (0.0 if report.skipped else report.seconds),
     )
     after, follows = _answer_close(state, rules)
-    # Write no checkpoint in a round either, since its copies would be in host memory next to the
-    # round's.
+    # Write no checkpoint during a round either, since its copies would take host memory in addition
+    # to the round's.
     copies = state.upload is not None and state.upload.stage is not Stage.ENDED
     if follows or report.skipped or copies or state.update is not None:
         return after, follows
@@ -155,7 +155,7 @@ def _count_step(state: MinerState, done: ev.InnerStepDone, rules: Rules) -> Deci
     seconds = state.unsaved_seconds
     if state.unsaved_steps >= rules.checkpoint_steps and seconds >= rules.checkpoint_seconds:
         return after.clear_unsaved(), (Action.CHECKPOINT,)
-    # The round's upload holds as much, and an all-reduce needs the link until the grace ends.
+    # The round's upload contains as much, and an all-reduce needs the link until the grace ends.
     in_round = state.upload is not None and not state.upload.over
     waits = state.progress or after.reached or in_round or state.mode is not Mode.TRAINING
     early = state.inner_step < rules.upload_from
@@ -167,9 +167,9 @@ def _count_step(state: MinerState, done: ev.InnerStepDone, rules: Rules) -> Deci
 
 
 def _answer_close(state: MinerState, rules: Rules, at: float | None = None) -> Decision:
-    """Order the upload of the close that was reached, at the first inner step that counts.
+    """Order the upload for the close that was reached, once there are enough inner steps.
 
-    ``at``: seconds of the steady clock; None: the end of the grace is not compared.
+    ``at``: seconds of the steady clock; with None, the end of the grace is not checked.
     """
     if (reached := state.reached) is None:
         return state, ()
@@ -185,22 +185,22 @@ def _answer_close(state: MinerState, rules: Rules, at: float | None = None) -> D
         return state, ()
     after = _drop_progress(replace(state.clear_unsaved(), reached=None, upload=Upload(reached)))
     # Train nothing between the two, and send nothing before the checkpoint is complete: after a
-    # kill the miner must know what the upload held.
+    # kill the miner must know what the upload contained.
     return after, (Action.WRITE_UPLOAD, Action.CHECKPOINT)
 
 
 def _drop_progress(state: MinerState) -> MinerState:
-    """Return the state without progress that is written: the upload of a close holds as much."""
+    """Return the state without unsent progress: the upload for a close contains as much."""
     written = state.progress is not None and state.progress.stage is Stage.WRITING
     return replace(state, progress=None) if written else state
 
 
 def _roll_back(state: MinerState, back: Progress | None) -> Decision:
-    """Return what is left of a round after a roll-back to ``back``, and what follows.
+    """Return the state after a roll-back to ``back``, and what follows.
 
-    An upload that was sent stays: there is no second one for its close. One that was not holds
-    what is in no checkpoint, so there may be another. An update that was to be applied to another
-    outer step is asked for again.
+    An upload that was sent stays: there is no second one for its close. An upload that was not sent
+    contains training that is in no checkpoint, so another may be written. An update that was meant
+    for another outer step is requested again.
     """
     if state.upload is not None and state.upload.stage is Stage.WRITING:
         state = replace(state, upload=None, reached=state.upload.reached)
@@ -210,7 +210,7 @@ def _roll_back(state: MinerState, back: Progress | None) -> Decision:
     if back.outer_step != state.outer_step:
         asks = (Applied(back.outer_step),)
         return replace(after, reached=None, upload=None, update=None), asks
-    # The checkpoint may be older than the known place.
+    # The checkpoint may be behind the known place in the schedule.
     known = state.place is not None and state.place[0] == state.outer_step
     return after, (Action.FOLLOW_SCHEDULE,) if known else ()
 
@@ -230,7 +230,7 @@ def _end_outer_step(state: MinerState, event: ev.OuterStepEnded) -> Decision:
             update_failures=0,
         )
         return after, (Action.FOLLOW_SCHEDULE, Applied(event.outer_step))
-    # A rank had no memory, or its weights are not the network's, so ask for the update again.
+    # A rank ran out of memory, or its weights differ from the network's, so request it again.
     failures = state.update_failures + 1
     wait = doubling(failures, first=_AGAIN, longest=_AGAIN_LONGEST)
     after = replace(
@@ -246,8 +246,8 @@ def _end_outer_step(state: MinerState, event: ev.OuterStepEnded) -> Decision:
 class RoundRank:
     """One rank's part of rounds and uploads.
 
-    ``uploads`` (the folder of uploads), ``header`` (of each, but for its close and blocks) and
-    ``sign`` of the miner's hotkey are rank 0's, else None.
+    ``uploads``: the folder for uploads. ``header``: the header of each upload, without its close
+    and pages. ``sign``: signs with the miner's hotkey. All three are None on all ranks but 0.
     """
 
     def __init__(
@@ -267,18 +267,18 @@ class RoundRank:
         self._handle: UploadHandle | None = None  # handle of the last upload
 
     def adopt(self, codec: str) -> None:
-        """Write uploads by ``codec`` from here on."""
+        """Write uploads with ``codec`` from now on."""
         if self._header is not None:
             self._header = replace(self._header, codec=codec)
 
     def give_up(self) -> None:
-        """End the writing of an upload under way: its copies are needed."""
+        """Stop writing an upload that is in progress: its buffers are needed."""
         if self._handle is not None:
             self._handle.cancel()
 
     def write_upload(self, local: LocalPart, progress: Progress) -> ev.Event | None:
-        """Begin to write the upload of a close, or progress. Collective."""
-        self.give_up()  # it belongs to a close that has moved
+        """Begin to write the upload for a close, or a progress upload. Collective."""
+        self.give_up()  # an unfinished upload is for a close that has moved
         if self._uploads is None or self._header is None or (close := local.close) is None:
             with contextlib.suppress(OSError, RankFailedError):  # rank 0 reports the event
                 self._handle = self._trainer.write_upload()
@@ -298,14 +298,14 @@ class RoundRank:
         return ev.UploadBegun(close, self._handle, progress)
 
     def apply_update(self, local: LocalPart) -> ev.OuterStepEnded:
-        """Take the outer step of the update, on all ranks or on none. Collective."""
+        """Take the outer step with the update, on all ranks or on none. Collective."""
         trainer, detail, began = self._trainer, "", time.perf_counter()
         try:
             trainer.prepare_update(local.update)
         except (RuntimeError, ValueError, OSError) as error:
             detail = str(error) or type(error).__name__
             log.warning("Rank %d votes against the outer step: %s", self._ranks.rank, detail)
-        # A rank that failed votes too, or the others would wait for ever.
+        # A rank that failed must vote too, or the others would wait forever.
         committed = self._ranks.vote(not detail)
         if committed:
             trainer.commit_outer_step()

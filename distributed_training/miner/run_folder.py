@@ -1,20 +1,21 @@
-"""Files in the run folder through which launcher and ranks exchange state.
+"""Files in the run folder through which the launcher and the ranks exchange state.
 
-    instance.json       the running (or last) launcher, and the GPUs that it saw
-    pids/rank-R.json    the process of each rank, once it listens to signals
-    pids/rank-R.beat    touched at each boundary, by which ranks that hang are noticed
+    instance.json       the running (or last) launcher, and the number of GPUs that it saw
+    pids/rank-R.json    the process of each rank, once it handles signals
+    pids/rank-R.beat    touched at boundaries, so that ranks that hang are noticed
     exit_status.json    the exit status that rank 0 wants the miner to end with
 
 A rank that hangs (a stopped process, a driver that does not return, a deadlock) does not end, so
-nobody hears of it; the other ranks wait for it in their next collective. A rank that is well comes
-to a micro-batch boundary, even when it waits for data, for a round or for an upload. There
-it touches a file, once a second (:class:`Heartbeat`), and the launcher checks whether the times of
-these files still change (:class:`Watchdog`); it compares none with its own clock, which may be set.
+nothing reports it; the other ranks wait for it in their next collective. A healthy rank keeps
+reaching micro-batch boundaries, even while it waits for data, for a round or for an upload. There
+it touches a file, at most once a second (:class:`Heartbeat`), and the launcher checks whether the
+times of these files still change (:class:`Watchdog`). It does not compare them with its own clock,
+which may be set.
 
-A start has no boundaries. It touches the file after each of its stages; while it asks the network,
-which takes as long as it must and has timeouts of its own, a thread does so.
+A start has no boundaries. It touches the file after each of its stages. While it waits for the
+network, which may take long and has its own timeouts, a thread touches the file.
 
-Imports nothing heavy.
+This module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from distributed_training.common.files import read_state, write_state
 from distributed_training.common.processes import ProcessId
 from distributed_training.protocol.types import ExitStatus
 
-#: Seconds of a stop without its checkpoint: for the micro-batch, the peers and the uploads.
+#: Seconds that a stop takes without its checkpoint: for the micro-batch, the peers and the uploads.
 STOP_SLACK = 20.0
 
-RANK_STORE = "DT_RANK_STORE"  # environment variable with the file by which ranks of a machine meet
+RANK_STORE = "DT_RANK_STORE"  # environment variable: the file by which one machine's ranks meet
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,9 @@ class _Instance(ProcessId):
 
 
 def launcher_of(run_folder: Path) -> _Instance | None:
-    """Return the launcher that runs there, or ran last."""
+    """Return the launcher that is running there, or ran last."""
     return read_state(
-        run_folder / "instance.json", _Instance, lost="a driver that is late may cost the GPUs"
+        run_folder / "instance.json", _Instance, lost="a late driver may lead to a start on the CPU"
     )
 
 
@@ -75,10 +76,10 @@ def write_instance(run_folder: Path, *, gpus: int = 0) -> None:
 
 
 def remembered_gpus(run_folder: Path) -> int:
-    """Return on how many GPUs ranks of this folder ran.
+    """Return on how many GPUs the last ranks of this folder ran.
 
-    Just after a reboot the driver may show none, and ranks on the CPU would stay there. 0 where
-    ``CUDA_VISIBLE_DEVICES`` hides all.
+    Just after a reboot the driver may show none, and ranks that start on the CPU would stay there.
+    Returns 0 if ``CUDA_VISIBLE_DEVICES`` hides all GPUs.
     """
     written = launcher_of(run_folder)
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
@@ -86,12 +87,12 @@ def remembered_gpus(run_folder: Path) -> int:
 
 
 def write_pid_file(run_folder: Path, rank: int) -> None:
-    """Write this rank's pid once its SIGTERM handler is in place: a stop reaches it now."""
+    """Write this rank's pid, once its SIGTERM handler is in place and a stop can reach it."""
     write_state(run_folder / "pids" / f"rank-{rank}.json", ProcessId.of(os.getpid()))
 
 
 def listening_ranks(run_folder: Path) -> dict[int, ProcessId]:
-    """Return the processes of the ranks that have written it since :func:`forget_ranks`."""
+    """Return the processes of the ranks that wrote their pid since :func:`forget_ranks`."""
     found, lost = {}, "a stop ends this rank without waiting for its checkpoint"
     for path in run_folder.glob("pids/rank-*.json"):
         written, rank = read_state(path, ProcessId, lost=lost), path.stem.partition("-")[2]
@@ -102,24 +103,24 @@ def listening_ranks(run_folder: Path) -> dict[int, ProcessId]:
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of the ranks."""
+    """How the ranks ended."""
 
     status: ExitStatus
     reason: str = ""
-    outside: bool = False  # something outside refused, so the same start may work later
-    pid: int = 0  # process that wrote it
+    outside: bool = False  # the cause lies outside, so the same start may work later
+    pid: int = 0  # pid of the process that wrote it
 
 
 def write_exit_status(
     run_folder: Path, status: int, reason: str = "", *, outside: bool = False
 ) -> None:
-    """Record the exit status that the launcher is to return, or to try again if ``outside``."""
+    """Record the exit status for the launcher to return; if ``outside``, it retries instead."""
     ending = Ending(ExitStatus(status), reason, outside, os.getpid())
     write_state(run_folder / "exit_status.json", ending)
 
 
 def read_exit_status(run_folder: Path, *, pid: int | None = None) -> Ending | None:
-    """Return what rank 0 wrote, or None; ``pid``: only of this process."""
+    """Return what rank 0 wrote, or None. ``pid``: take it only from this process."""
     lost = "rank 0 counts as failed and is started again"
     written = read_state(run_folder / "exit_status.json", Ending, lost=lost)
     return None if written is None or pid not in (None, written.pid) else written
@@ -131,15 +132,15 @@ class _LastCheckpoint:
 
 
 def stop_seconds(run_folder: Path) -> float | None:
-    """Return the seconds that a stop may take by the last checkpoint; None before the first."""
+    """Return how long a stop may take, judging by the last checkpoint; None before the first."""
     path = run_folder / "checkpoints" / "last.json"
-    last = read_state(path, _LastCheckpoint, lost="a stop gets --neuron.stop_timeout and no more")
-    # Count it twice: one checkpoint may be under way, and that of the stop waits for it.
+    last = read_state(path, _LastCheckpoint, lost="a stop gets only --neuron.stop_timeout")
+    # Double it: one checkpoint may be in progress, and the stop's own checkpoint waits for it.
     return None if last is None else 2 * last.seconds + STOP_SLACK
 
 
 def forget_ranks(run_folder: Path) -> None:
-    """Remove what ranks that ended wrote."""
+    """Remove the files that earlier ranks wrote."""
     for path in [*run_folder.glob("pids/rank-*"), run_folder / "exit_status.json"]:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
@@ -147,11 +148,11 @@ def forget_ranks(run_folder: Path) -> None:
 
 # --- whether ranks hang ---------------------------------------------------------------------------
 
-_BEAT_EVERY = 1.0  # seconds
+_BEAT_EVERY = 1.0  # seconds between two touches of the file
 
 
 class Heartbeat:
-    """A rank calls it at each boundary, and after each stage of its start."""
+    """Shows that a rank is alive: called at each boundary and after each stage of its start."""
 
     def __init__(self, run_folder: Path, rank: int) -> None:
         self._path = _beat_file(run_folder, rank)
@@ -159,7 +160,7 @@ class Heartbeat:
 
     def __call__(self) -> None:
         now = time.monotonic()
-        # Look seldom, since small models reach hundreds of boundaries per second.
+        # Do not touch it each time, since small models reach hundreds of boundaries per second.
         if now >= self._next:
             self._next = now + _BEAT_EVERY
             with contextlib.suppress(OSError):  # started without a launcher
@@ -167,7 +168,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def steady(self) -> Iterator[None]:
-        """Count the rank as well as long as it is not stopped, however long it waits."""
+        """Keep touching the file inside this context, unless the whole process is stopped."""
         over = threading.Event()
 
         def beat() -> None:
@@ -185,7 +186,7 @@ class Heartbeat:
 
 
 class Watchdog:
-    """Notices ranks without a beat for ``limit``, counted from our first look at the earliest.
+    """Notices ranks without a beat for ``limit``, counted from the first check at the earliest.
 
     ``ranks``: the ranks to watch, by their numbers on this machine.
     """
@@ -193,7 +194,7 @@ class Watchdog:
     def __init__(self, run_folder: Path, *, ranks: Iterable[int], limit: timedelta) -> None:
         self._paths = [_beat_file(run_folder, rank) for rank in ranks]
         self._limit = limit.total_seconds()
-        # path -> time of the file (None if missing), and when we saw that time first
+        # path -> time of the file (None if missing), and when that time was first seen
         self._seen: dict[Path, tuple[int | None, float]] = {}
 
     def hangs(self) -> bool:
@@ -203,7 +204,7 @@ class Watchdog:
             written = None
             with contextlib.suppress(OSError):
                 written = path.stat().st_mtime_ns
-            # Compare the file's time only with itself, since a disk may have another clock.
+            # Compare a file's time only with its earlier one, since the disk may use another clock.
             if path not in self._seen or self._seen[path][0] != written:
                 self._seen[path] = written, now
             hangs |= now - self._seen[path][1] > self._limit

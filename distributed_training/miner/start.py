@@ -3,13 +3,14 @@
 Read it from top to bottom:
 
     run_rank         the process: signals, log, exit status
-    train            device and fellow ranks; then what follows
-    build.py         what rank 0 has outside, and each rank's part of rounds
-    build_rank       model, data, and what it continues from; then the loop
+    train            the device and the other ranks; then the parts below
+    build.py         rank 0's connections, and each rank's part of rounds
+    build_rank       the model, the data and the checkpoint to continue from; then the loop
     Rank             the loop, until STOP
 
-All that may fail outside is opened first and only on rank 0: a missing key or an unregistered
-hotkey shows before a model is built. Each part is closed by the stack in the opposite order.
+Everything that may fail because of trouble outside is opened first, and only on rank 0, so that a
+missing key or an unregistered hotkey shows up before a model is built. The stack closes the parts
+in reverse order.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ from .run_folder import (
 log = logging.getLogger(__name__)
 
 _LAUNCHER = os.getppid()
-#: Covers every collective of the control channel. Rank 0 comes to a boundary at least every 0.2 s
-#: while there is nothing to do; the longest thing between two boundaries is writing the
+#: Covers every collective of the control channel. Rank 0 reaches a boundary at least every 0.2 s
+#: while there is nothing to do; the longest work between two boundaries is writing the
 #: pseudo-gradient, loading weights or compiling the model.
 CONTROL_TIMEOUT = timedelta(minutes=30)
 
@@ -85,12 +86,12 @@ def run_rank(config: Config) -> int:
     """Train until the miner ends. Return the exit status (:class:`ExitStatus`)."""
     me = rank_environment()
     stop = RankStop()
-    # Set the handler before: the kernel sends SIGTERM at once if the parent is gone already.
+    # The handler must be set by now: the kernel sends SIGTERM at once if the parent is gone.
     die_with_parent()
     write_stacks_on_signal()
     try:
         folder = make_run_folder(config)
-    except ConfigError as error:  # the launcher could make it, so the disk has gone
+    except ConfigError as error:  # the launcher could create it, so the disk has disappeared
         exit_with(error, of_service=True)
         return ExitStatus.FAULT
     start_log(config, rank=me.local_rank)
@@ -118,18 +119,18 @@ def run_rank(config: Config) -> int:
     except StopNow:
         status, reason = ExitStatus.STOPPED, f"{who_stops()} before the start was complete"
     except (ConfigError, NetworkFailure) as error:
-        # The settings were checked before any rank was started: this was found outside.
+        # The settings were checked before any rank was started, so the cause lies outside.
         status, reason = exit_status_of(error), str(error)
         outside = status == ExitStatus.FAULT
-        if me.local_rank or RANK_STORE not in os.environ:  # the launcher reports rank 0's
+        if me.local_rank or RANK_STORE not in os.environ:  # the launcher reports rank 0's error
             log.error("%s", error)
-    except Exception as error:  # the last word of this process: say it in one line, then end
+    except Exception as error:  # log the last message of this process in one line, then exit
         reason = cuda_failure(error, me.local_rank) or f"{type(error).__name__}: {error}"
         log.exception(lines.TRAINING_LOOP_FAILED, error)
         if reason.startswith("GPU "):
             log.error("%s", reason)
     if me.local_rank == 0:
-        with suppress(OSError):  # there is no room, which the launcher takes for a fault
+        with suppress(OSError):  # on a full disk the launcher finds no status and assumes a fault
             write_exit_status(folder, status, reason, outside=outside)
     return status if nodes is None else nodes.close(status, reason)
 
@@ -154,32 +155,32 @@ def train(
             what = "loading the global state"
             report_stage(folder, 3, what, done=done, total=total, eta=left)
 
-        # A store that is away may take all the time of a stop for one answer.
+        # Waiting for one answer of an unreachable store may take all the time that a stop has.
         with followed(loading), stop.interrupting():
             return build.open_connections(
                 config, folder, stack, stop.events.put, stopped=lambda: stop.wanted
             )
 
-    # A start may ask chain and store for hours, which is no hang.
+    # A start may wait for the chain and the store for hours, which is not a hang.
     with Heartbeat(folder, me.local_rank).steady():
         rules, info, connections = build.share_start(config, ranks, open_connections)
         node = ranks.rank // ranks.local_world_size
         if info.problem:
-            # Rank 0 says why; this rank did not fail. Yet after status 0 the torchrun of another
-            # node waits 300 s for that of rank 0, which starts again meanwhile.
+            # Rank 0 reports the reason; this rank did not fail. Yet after status 0 another node's
+            # torchrun waits 300 s for rank 0's torchrun, which starts again meanwhile.
             failed = node and not stop.wanted
             return (ExitStatus.FAULT, info.problem) if failed else (ExitStatus.STOPPED, "")
         if node:
-            # Other machines have the tokenizer in a folder of their own.
+            # Each of the other machines has its own copy of the tokenizer.
             found = None
             if ranks.local_rank == 0:
                 require_published(config)
                 path, eos_id = fetch_tokenizer(config, folder)
                 if eos_id != info.eos_id:
                     raise ConfigError(
-                        "tokenizer.name is another tokenizer here than on node 0 (its end of text "
+                        "tokenizer.name is a different tokenizer here than on node 0 (end of text "
                         f"is token {eos_id}, there {info.eos_id}), so this node would train on "
-                        f"other tokens: remove {path}, and start again"
+                        f"other tokens: remove {path} and start again"
                     )
                 found = {"path": str(path)}
             shared = ranks.share(f"tokenizer-{node}", found)
@@ -202,8 +203,8 @@ class Rank:
     def run(self) -> tuple[int, str]:
         """Train until stopped. Return the exit status and, on rank 0, the reason.
 
-        Only rank 0 gives the miner's status. A rank that ends by a command has not failed: another
-        status than 0 would have the launcher end rank 0 while it still closes what it has.
+        Only rank 0 returns the miner's status. A rank that ends on a command has not failed: with a
+        status other than 0 the launcher would end rank 0 while it is still closing its parts.
         """
         if self.rank_zero is None:
             self.loop.run()
@@ -212,12 +213,15 @@ class Rank:
         report_running(self.folder)
         status = self.loop.run()
         controller = self.rank_zero.controller
-        controller.drain()  # what the last command came to is reported too
+        controller.drain()  # report the result of the last command too
         return status, controller.state.stop_reason
 
 
 def build_rank(context: RankContext, info: StartupInfo, connections: Connections | None) -> Rank:
-    """Build one rank. ``connections``: rank 0's, else None. Raises ConfigError, NetworkFailure."""
+    """Build one rank. Raises ConfigError, NetworkFailure.
+
+    ``connections``: None on all ranks but 0.
+    """
     alive = Heartbeat(context.folder, context.ranks.local_rank)
     if connections:
         report_stage(context.folder, 4, "building the model")
@@ -235,7 +239,7 @@ def build_rank(context: RankContext, info: StartupInfo, connections: Connections
     data = build.open_data(context, info, trainer.micro_batch_size)
     training = build.resume(context, info, trainer, data, connections)
     alive()
-    # After the model, whose shapes it needs.
+    # This comes after the model, whose shapes it needs.
     if connections:
         report_stage(context.folder, 5, "joining the network")
     rank_zero, round_rank = build.build_rounds(context, info, connections, training)
@@ -263,18 +267,19 @@ def build_rank(context: RankContext, info: StartupInfo, connections: Connections
 
 
 def rank_device(wanted: str, local_rank: int, *, remembered: int = 0) -> torch.device:
-    """Return the device of ``--neuron.device``; a GPU becomes the process's current one.
+    """Return the device for ``--neuron.device``; a GPU becomes the process's current device.
 
-    ``remembered``: GPUs that earlier ranks of this run folder ran on. Raises ConfigError for cuda
-    without a GPU. Raises NetworkFailure if there are fewer than ranks, and for auto if there are
-    GPUs, or were before: just after a reboot or a driver's upgrade that passes, and a rank that is
-    once on the CPU would stay there, and take days for a step.
+    ``remembered``: the number of GPUs that earlier ranks of this run folder used. Raises
+    ConfigError for cuda without a GPU. Raises NetworkFailure if there are fewer GPUs than ranks.
+    With auto it also raises NetworkFailure if torch cannot use GPUs that exist or existed before.
+    Just after a reboot or a driver upgrade this passes, but a rank that has started on the CPU
+    would stay there, and take days for a step.
     """
     if wanted != "cpu" and torch.cuda.is_available():
         if local_rank >= (count := torch.cuda.device_count()):
             raise NetworkFailure(
                 f"rank {local_rank} has no GPU, since torch sees {count}: one is lost or hidden "
-                "(nvidia-smi -L, dmesg | grep Xid). Reboot, or give --nproc_per_node "
+                "(nvidia-smi -L, dmesg | grep Xid). Reboot, or set --nproc_per_node "
                 f"{count}"
             )
         device = torch.device("cuda", local_rank)
@@ -283,23 +288,23 @@ def rank_device(wanted: str, local_rank: int, *, remembered: int = 0) -> torch.d
     if wanted == "cuda":
         raise ConfigError(
             f"--neuron.device cuda, but torch {torch.__version__} sees no GPU, so nothing would be "
-            "trained in time: python scripts/diagnose.py says why; --neuron.device cpu takes the "
+            "trained in time: python scripts/diagnose.py says why; --neuron.device cpu uses the "
             "CPU"
         )
     if wanted == "auto" and (gpus := visible_gpu_count() or remembered):
         raise NetworkFailure(
-            f"torch {torch.__version__} cannot use the {gpus} GPUs this miner has, so nothing is "
-            "trained until it can, rather than on the CPU: nvidia-smi and python "
-            "scripts/diagnose.py say why; --neuron.device cpu takes the CPU"
+            f"torch {torch.__version__} cannot use the {gpus} GPUs this miner has. Training waits "
+            "until it can, instead of using the CPU: nvidia-smi and python "
+            "scripts/diagnose.py say why; --neuron.device cpu uses the CPU"
         )
     return torch.device("cpu")
 
 
 def cuda_failure(error: BaseException | None, gpu: int) -> str | None:
-    """Return what is known of GPU ``gpu`` that failed, and what follows; None for another error.
+    """Return a line about the failure of GPU ``gpu`` and its effect; None for any other error.
 
-    ``error`` ended a rank. No further call of its process reaches the GPU after such an error, so
-    closing what was open may have raised another one behind it.
+    ``error`` ended a rank. After a GPU failure no further call of the process reaches the GPU, so
+    the clean-up may have raised another error on top of it.
     """
     while error is not None:
         first = (str(error).strip().splitlines() or [""])[0]
@@ -312,13 +317,13 @@ def cuda_failure(error: BaseException | None, gpu: int) -> str | None:
     card = describe_gpu(gpu) or "which the driver does not show any more"
     return (
         f"GPU {gpu} ({card}) failed: {first:.200}. All ranks start again from the last "
-        "checkpoint, so the inner steps since are repeated. If it comes back: dmesg | grep Xid "
-        "says why; leave the card out with CUDA_VISIBLE_DEVICES"
+        "checkpoint, so the inner steps since then are repeated. If it happens again: dmesg | grep "
+        "Xid says why; exclude the card with CUDA_VISIBLE_DEVICES"
     )
 
 
 def utilization_of(device: torch.device) -> Callable[[], float | None] | None:
-    """Return what measures the device's utilization in percent; None if nothing does."""
+    """Return a function that measures the device's utilization in percent, or None."""
     if device.type != "cuda":
         return None
     if sample_gpu(device.index) is not None:
@@ -333,7 +338,7 @@ def utilization_of(device: torch.device) -> Callable[[], float | None] | None:
 def report_device(
     config: Config, device: torch.device, *, micro_batch: int, world_size: int
 ) -> None:
-    """Log the GPU block, once the model is there; problems as warnings."""
+    """Log the lines about the GPU, once the model exists; problems are warnings."""
     for line in gpu_report_lines(
         cuda=describe_cuda(device.index),
         model_device=str(device),
@@ -349,18 +354,18 @@ def report_device(
 
 
 def who_stops() -> str:
-    """Return why SIGTERM came, as far as a rank can see: also who started it has it sent."""
+    """Return why SIGTERM came, as far as a rank can tell: the launcher's end causes it too."""
     if os.getppid() != _LAUNCHER:
         return f"the launcher (pid {_LAUNCHER}) is gone"
     return "asked to stop"
 
 
 class RankStop:
-    """SIGTERM asks for a stop; SIGINT is the launcher's to handle (a terminal sends it to all).
+    """Handles the signals that request a stop: SIGTERM, under torchrun also SIGINT and SIGHUP.
 
-    Under torchrun SIGINT and SIGHUP ask for one too. It handles them from its construction on, in
-    the main thread. ``events``: rank 0's queue, in which the stop arrives as an event like any
-    other.
+    Otherwise the launcher handles the latter two, since a terminal sends them to all processes. The
+    handlers are set on construction, in the main thread. ``events``: rank 0's queue, in which the
+    stop arrives as an event like any other.
     """
 
     def __init__(self) -> None:
@@ -368,13 +373,13 @@ class RankStop:
         self.wanted = False
         self._interrupts = False
         signal.signal(signal.SIGTERM, self._on_signal)
-        # torchrun passes on which of them it got.
+        # torchrun forwards whichever of them it received.
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal if under_torchrun() else signal.SIG_IGN)
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Let a stop raise :class:`StopNow` inside, whatever the main thread waits for there."""
+        """Let a stop raise :class:`StopNow` in this context, whatever the main thread waits for."""
         self._interrupts = True
         try:
             if self.wanted:
@@ -386,8 +391,8 @@ class RankStop:
     def _on_signal(self, number: int, frame: object) -> None:
         del number, frame
         self.wanted = True
-        # With a SimpleQueue another put, in the code that the signal interrupts, does no harm.
+        # SimpleQueue.put is reentrant, so the signal may interrupt another put.
         self.events.put(ev.StopRequested(who_stops()))
         if self._interrupts:
-            self._interrupts = False  # once: the next one would cut its clean-up short
+            self._interrupts = False  # only once: another StopNow would cut the clean-up short
             raise StopNow

@@ -1,7 +1,7 @@
-"""Start a neuron: a hotkey on the subnet, a bucket, a run folder, for miner and validator.
+"""Start a neuron, miner or validator: its hotkey on the subnet, its bucket, its run folder.
 
-``start`` (run folder, log, tokenizer; errors that end a start, signals that end a node),
-``identity`` (wallet, chain, uid; the neuron's entries on the chain, and whether they stay there;
-whether the chain is this network's), ``buckets`` (its own bucket, checked, and others').
-Nothing is imported here.
+``start``: run folder, log, tokenizer; errors that end a start, signals that end a node.
+``identity``: wallet, chain, uid; writing the neuron's entries to the chain; whether the chain
+belongs to this network. ``buckets``: the node's own bucket, with checks, and other buckets.
+``published``: the network's files in the global bucket. Nothing is imported here.
 """

@@ -1,9 +1,9 @@
-"""Buckets by their owners: this node's own, and those of others.
+"""Open buckets: this node's own bucket, and those of other members.
 
-A miner's bucket is named by its uid, the validator's is the global one. Our own is opened with the
-write keys and checked before anything depends on it. Its read credentials are committed to the
-chain for everybody to see; the write keys never leave this machine. Other buckets are read with the
-credentials that their owners committed (``store.bucket_reader``).
+A miner's bucket is named after its uid; the validator's is the global bucket. Our own bucket is
+opened with the write keys, and checked before anything depends on it. Its read credentials are
+committed to the chain for everybody to see; the write keys never leave this machine. Other buckets
+are read with the credentials that their owners have committed (``store.bucket_reader``).
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from distributed_training.store.transfer import Retry
 
 log = logging.getLogger(__name__)
 
-BUCKET_CHECK = timedelta(seconds=30)  # limit for the first answer of the store, with retries
+BUCKET_CHECK = timedelta(seconds=30)  # time limit for the store's first answer, with retries
 
 
 def open_own(settings: StoreSettings, bucket: str, *, write: bool = True) -> ObjectStore:
-    """Open a bucket with the write keys, else the read keys.
+    """Open a bucket with the write keys, or with the read keys if ``write`` is False.
 
-    Raises ConfigError for a missing key.
+    Raises ConfigError if a key is missing.
     """
     try:
         return open_store(settings, bucket, write=write)
@@ -61,27 +61,27 @@ def open_own(settings: StoreSettings, bucket: str, *, write: bool = True) -> Obj
 
 
 def check_own(store: ObjectStore, *, timeout: timedelta = BUCKET_CHECK) -> None:
-    """Check that the bucket is there and the keys fit.
+    """Check that the bucket exists and that the keys are accepted.
+
+    ``timeout``: time limit for the store's first answer, including retries.
 
     Raises ConfigError, NetworkFailure.
-
-    ``timeout`` covers the first answer of the store with its retries.
     """
     with _errors_of_a_start(store.bucket):
         Retry(each=timeout)(store.head, keys.STATE)
-        # A missing bucket and a missing object look alike to HEAD; a listing tells them apart.
+        # HEAD gives the same answer for a missing bucket and a missing object; a listing does not.
         store.list_objects(keys.STATE)
 
 
 def own_commitment(settings: StoreSettings, bucket: str) -> str:
-    """Return :func:`commitment_text`, which stays on the chain for good, after a check.
+    """Check the read keys of ``bucket`` and return their :func:`commitment_text`.
 
-    Ask the store first whether these keys can read ``bucket`` and cannot write it. Raises
-    ConfigError, NetworkFailure.
+    The text stays on the chain forever. So the store is asked first whether these keys can read the
+    bucket, and cannot write to it. Raises ConfigError, NetworkFailure.
     """
     text = commitment_text(settings)
     with closing(open_own(settings, bucket, write=False)) as reader, _errors_of_a_start(bucket):
-        # A published key that can write would let anybody replace our uploads.
+        # With a published key that can write, anybody could replace our uploads.
         check_read_key(reader, timeout=BUCKET_CHECK)
     return text
 
@@ -89,13 +89,13 @@ def own_commitment(settings: StoreSettings, bucket: str) -> str:
 def check_as_member(settings: StoreSettings, chain: Chain, hotkey: str, bucket: str) -> str:
     """Check both keys of our bucket; return its commitment, as :func:`own_commitment` does.
 
-    A start does not wait for a store that is away if the chain shows these keys: an earlier start
-    has tried them. Raises ConfigError, NetworkFailure.
+    If the chain already shows these keys, an earlier start has checked them; then this start does
+    not wait for a store that is unavailable. Raises ConfigError, NetworkFailure.
     """
     if settings.bucket_name not in (None, bucket):
         log.warning(
-            "R2_BUCKET_NAME is %s, but uploads go to %s, where the others look for them: correct "
-            "it in .env, so that scripts of yours look there too",
+            "R2_BUCKET_NAME is %s, but uploads go to %s, where other members look for them: "
+            "correct it in .env, so that your scripts look there too",
             settings.bucket_name,
             bucket,
         )
@@ -107,12 +107,12 @@ def check_as_member(settings: StoreSettings, chain: Chain, hotkey: str, bucket: 
         commitment = commitment_text(settings)
         try:
             shown = chain.commitment(hotkey)
-        except ChainError:  # only the members were read so far, and no commitments
+        except ChainError:  # only the list of members has been read so far, not the commitments
             shown = None
         if shown != commitment:
             raise
         log.warning(
-            "Bucket %s does not answer (%s): starting without a look into it; uploads are tried "
+            "Bucket %s does not answer (%s): starting without checking it; uploads are retried "
             "until it answers",
             bucket,
             error,
@@ -121,7 +121,7 @@ def check_as_member(settings: StoreSettings, chain: Chain, hotkey: str, bucket: 
 
 
 def commitment_text(settings: StoreSettings) -> str:
-    """Return our read credentials as the chain holds them. Raises ConfigError."""
+    """Return our read credentials in the form that the chain stores. Raises ConfigError."""
     credentials = BucketCredentials(
         settings.account_id or "",
         _text(settings.read_access_key_id),
@@ -138,7 +138,7 @@ def commitment_text(settings: StoreSettings) -> str:
 
 @contextmanager
 def _errors_of_a_start(bucket: str) -> Iterator[None]:
-    """Raise a store's error as one that ends the start, with its line."""
+    """Turn an error of the store into one that ends the start, with a line for the operator."""
     try:
         yield
     except BucketMissingError:
@@ -147,7 +147,7 @@ def _errors_of_a_start(bucket: str) -> Iterator[None]:
             "dashboard with exactly this name"
         ) from None
     except StoreError as error:
-        # These faults may pass without help (the clock is set, a service comes back), so pm2 tries
+        # These faults may pass on their own (the clock is set, a service comes back), so pm2 tries
         # again.
         passing = (CertificateError, ClockSkewError, DeadlineError, RefusedError)
         passes = error.retryable or isinstance(error, passing)
@@ -159,14 +159,15 @@ def _text(value: SecretStr | None) -> str:
 
 
 def open_by_registry(settings: StoreSettings, chain: Chain, *, private: bool) -> AccessStore:
-    """Open the global bucket as a member, by URLs that the registry hands out.
+    """Open the global bucket as a member, with URLs that the registry hands out.
 
-    ``private``: chain.private, all machines are in one private network. Raises ConfigError.
+    ``private``: the value of chain.private, True if all machines are in one private network. Raises
+    ConfigError.
     """
     if not isinstance(chain, RegistryChain):
         raise ConfigError(
-            "exchange = 'store' in a network whose chain is no registry, so nobody would hand out "
-            "URLs of the store: ask its founder"
+            "exchange = 'store' in a network whose chain is not a registry, so nobody would hand "
+            "out URLs for the store: ask its founder"
         )
 
     def ask(request: Mapping[str, Any]) -> Any:
@@ -187,7 +188,7 @@ def open_by_registry(settings: StoreSettings, chain: Chain, *, private: bool) ->
 
 
 class MasterBucket:
-    """The global bucket, with the read key that the master has committed by now."""
+    """The global bucket, opened for each access with the read key that the master has committed."""
 
     def __init__(self, config: Config, chain: Chain) -> None:
         self._peers = PeerBuckets(config.store, chain, small=BUCKET_CHECK)
@@ -197,7 +198,7 @@ class MasterBucket:
     def close(self) -> None:
         pass
 
-    def __getattr__(self, name: str) -> Any:  # stands for each method of an ObjectStore
+    def __getattr__(self, name: str) -> Any:  # provides every method of an ObjectStore
         try:
             return getattr(self._peers.of_master(self._master).store, name)
         except ChainError as error:
@@ -205,7 +206,7 @@ class MasterBucket:
 
 
 def open_as_member(config: Config, chain: Chain) -> ObjectStore:
-    """Open the global bucket of a store network to read. Raises ConfigError."""
+    """Open the global bucket of a store network for reading. Raises ConfigError."""
     if config.has_bucket:
         return cast(ObjectStore, MasterBucket(config, chain))
     return open_by_registry(config.store, chain, private=config.chain.private)
@@ -216,13 +217,14 @@ PATIENCE = timedelta(seconds=10)
 
 
 class NoBucket(StoreError):
-    """A hotkey whose commitment names no bucket; the text says why."""
+    """The hotkey's commitment names no usable bucket; the text says why."""
 
 
 class PeerBuckets:
-    """Opens miners' buckets.
+    """Opens other members' buckets.
 
-    A client is slow to make, so one is kept for as long as a miner's credentials stay the same.
+    Creating a client is slow, so a bucket's client is kept as long as the owner's credentials stay
+    the same.
     """
 
     def __init__(
@@ -242,13 +244,16 @@ class PeerBuckets:
     def of_miner(self, neuron: Neuron) -> BucketReader:
         """Open a miner's bucket.
 
-        Raises NoBucket, and ChainError as long as the chain has not answered.
+        Raises NoBucket, and ChainError while the chain has not answered yet.
         """
         bucket = keys.miner_bucket(self._settings.global_model_name, neuron.uid)
         return self._open(bucket, neuron.hotkey)
 
     def of_master(self, hotkey: str) -> BucketReader:
-        """Open the global bucket, by the master's commitment. Raises as :meth:`of_miner`."""
+        """Open the global bucket with the credentials that the master has committed.
+
+        Raises the same errors as :meth:`of_miner`.
+        """
         return self._open(self._settings.global_model_name, hotkey)
 
     def _open(self, bucket: str, hotkey: str) -> BucketReader:
@@ -259,8 +264,8 @@ class PeerBuckets:
         except CommitmentError as error:
             raise NoBucket(f"hotkey {hotkey}: {error}") from None
         known = self._known.get(bucket)
-        # New credentials mean that the owner has another bucket, and the old client would read the
-        # one that the owner has left.
+        # New credentials may mean that the owner has moved to another bucket; the old client would
+        # still read the abandoned one.
         if known is not None and known[0] == credentials:
             return known[1]
         try:

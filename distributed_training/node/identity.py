@@ -1,8 +1,8 @@
-"""This node on the subnet: its wallet, its uid, its entries, and whether the network is its own.
+"""This node on the subnet: its wallet, uid and entries, and whether the chain is this network's.
 
-A node writes two things: the *commitment*, the read credentials of its bucket, through which others
-find its uploads; and the *endpoint* of its DHT peer. Chains are slow and refuse now and then, so a
-thread writes both and retries until the chain shows them.
+A node writes two things to the chain: the *commitment*, which contains the read credentials of its
+bucket, so that others find its uploads; and the *endpoint* of its DHT peer. Chains are slow and
+sometimes refuse a write, so threads write both and retry until the chain shows them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from distributed_training.store.errors import StoreError
 log = logging.getLogger(__name__)
 
 STATE_FILE = "chain.json"  # file in the run folder
-#: Pauses between two tries to write: a chain limits how often a hotkey writes, and refuses earlier
-#: tries.
+#: The first and the longest pause between two attempts to write: a chain limits how often a hotkey
+#: may write, and refuses attempts that come too early.
 _FIRST, _LONGEST = timedelta(seconds=2), timedelta(minutes=10)
-SOON = timedelta(seconds=30)  # time for the chain to answer if a kept state would do
+SOON = timedelta(seconds=30)  # how long to wait for the chain if there is a saved state
 
 _UNREGISTERED = {
     "miner": "so nobody would score or pay this miner",
@@ -44,13 +44,13 @@ _UNREGISTERED = {
 
 @dataclass(frozen=True)
 class Member:
-    """A registered hotkey. ``uid`` is the one it had at the start."""
+    """A registered hotkey. ``uid`` is the uid that it had at the start."""
 
     wallet: Wallet
     chain: Chain
     uid: int
-    # For the threads that write to the chain: only one writes at a time, and only the newest
-    # endpoint is written.
+    # Used by the threads that write to the chain: only one of them writes at a time, and only the
+    # newest endpoint is written.
     writing: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     announced: list[tuple[str, int]] = field(default_factory=list, repr=False, compare=False)
 
@@ -60,13 +60,13 @@ class Member:
 
 
 def chain_name(settings: ChainSettings) -> str:
-    """Name the subnet and its chain, whatever the endpoint."""
+    """Return a name for the subnet and its chain that does not depend on the endpoint."""
     network = settings.registry_url or settings.network
     return f"{network}, netuid {settings.netuid}"
 
 
 def keep_state(chain: Chain, settings: ChainSettings, folder: Path) -> None:
-    """Write the chain's state into the run folder, for a start in an outage."""
+    """Write the chain's state to the run folder, so that a start works during an outage."""
     state = chain.state(chain_name(settings))
     if state is not None:
         state.save(folder / STATE_FILE)
@@ -82,37 +82,38 @@ def follow_chain(
 ) -> Chain:
     """Return the chain, once it has answered; ``stack`` closes it.
 
-    Raises NetworkFailure.
+    ``master``: the hotkey that must have created the registry, or be on a public chain's list.
+    ``kept``: a saved state, used if the chain does not answer soon, while the chain is asked again
+    in the background.
 
-    ``master``: hotkey that must have created the registry, or be on a public chain's list.
-    ``kept``: used if the chain does not answer soon; this keeps asking in the background.
+    Raises NetworkFailure.
     """
     chain = chain_kind(settings).open(settings, wallet, master)
     stack.callback(chain.close)
-    # A chain that is away for hours must not keep a trained miner from training.
+    # An outage of the chain for hours must not stop a miner that has already joined from training.
     if kept is not None and not chain.wait_ready(min(settings.start_timeout, SOON)):
         chain.recall(kept)
         log.warning(
             "The chain does not answer: starting with what it showed %.0f minutes ago; it is asked "
-            "again in the background. If it lasts, give another node with "
+            "again in the background. If the outage lasts, choose another node with "
             "--subtensor.chain_endpoint",
             chain.age().total_seconds() / 60,
         )
     if not chain.wait_ready(settings.start_timeout):
         raise NetworkFailure(
             f"the chain did not answer within {settings.start_timeout.total_seconds():.0f} s "
-            f"({chain.trouble or 'no answer'}), so it is not known who is registered and nothing "
-            "can begin: check the network and chain.master_hotkey of its file, or give another "
+            f"({chain.trouble or 'no answer'}), so we cannot tell who is registered and nothing "
+            "can begin: check the network and chain.master_hotkey in its file, or choose another "
             "node with --subtensor.chain_endpoint"
         )
     return chain
 
 
 def join_subnet(config: Config, stack: ExitStack, *, folder: Path | None = None) -> Member:
-    """Load the wallet, connect the chain (``stack`` closes it) and find the hotkey's uid.
+    """Load the wallet, connect to the chain (``stack`` closes it) and find the hotkey's uid.
 
-    ``folder``: a run folder, whose kept state of the chain serves while the chain is away. Raises
-    ConfigError, NetworkFailure; NotRegistered if the hotkey has no uid, and Deregistered if
+    ``folder``: a run folder, whose saved state of the chain is used while the chain is unavailable.
+    Raises ConfigError, NetworkFailure; NotRegistered if the hotkey has no uid, and Deregistered if
     the founder has expelled it.
     """
     # Load the wallet before any network call, so that a wrong name or a locked file is reported at
@@ -122,7 +123,7 @@ def join_subnet(config: Config, stack: ExitStack, *, folder: Path | None = None)
     if folder is not None:
         name = chain_name(config.chain)
         kept = ChainState.load(folder / STATE_FILE, chain=name, hotkey=wallet.ss58)
-    # Never show a list without the master, since nobody should pay for a uid on somebody else's
+    # Accept no list of members without the master: nobody should pay for a uid on somebody else's
     # subnet.
     master = config.miner.master_ss58_address
     chain = follow_chain(config.chain, stack, wallet, kept=kept, master=master)
@@ -133,18 +134,18 @@ def join_subnet(config: Config, stack: ExitStack, *, folder: Path | None = None)
             f"{_UNREGISTERED[config.kind]}: ask the founder, who can let it in again with "
             "`dt-network expel --again`"
         )
-    # If this is refused, the start ends below with the line that names the hotkey.
+    # If joining is refused, the start ends below with a message that names the hotkey.
     if uid is None and (uid := chain.join()) is None:
         registry = config.chain.registry_url
         where = f"at {registry}" if registry else f"on subnet {config.chain.netuid}"
         raise NotRegistered(
             f"hotkey {wallet.ss58} is not registered {where}, {_UNREGISTERED[config.kind]}: "
-            f"register it with `{how_to_register(config.chain)}`, or give another --wallet.hotkey"
+            f"register it with `{how_to_register(config.chain)}`, or use another --wallet.hotkey"
         )
     if uid >= config.rounds.max_uids:
         raise ConfigError(
-            f"hotkey {wallet.ss58} has uid {uid} and this network's are below "
-            f"{config.rounds.max_uids} (limits.max_uids of its file), "
+            f"hotkey {wallet.ss58} has uid {uid} and this network's uids are below "
+            f"{config.rounds.max_uids} (limits.max_uids in its file), "
             f"{_UNREGISTERED[config.kind]}: "
             "ask the founder for a file with a larger number, or for a lower uid"
         )
@@ -154,13 +155,13 @@ def join_subnet(config: Config, stack: ExitStack, *, folder: Path | None = None)
 def public_address(config: Config, *, timeout: timedelta = timedelta(seconds=5)) -> str:
     """Return the address at which others reach this machine's DHT peer.
 
-    It is ``--dht.ip``, or else the result of :func:`external_ip`. Raises AddressUnknown.
+    It is ``--dht.ip`` if given, else the result of :func:`external_ip`. Raises AddressUnknown.
     """
     return config.swarm.dht_ip or external_ip(config.chain, timeout=timeout)
 
 
 def commit(member: Member, text: str) -> None:
-    """Write the commitment unless the chain holds it already. Returns at once."""
+    """Write the commitment unless the chain already has it. Returns at once."""
 
     def shown() -> bool:
         return member.chain.commitment(member.hotkey) == text
@@ -173,18 +174,18 @@ def commit(member: Member, text: str) -> None:
 
 
 def announce(member: Member, ip: str, port: int, peer: str = "") -> None:
-    """Write the endpoint unless the chain holds it already. Returns at once.
+    """Write the endpoint unless the chain already has it. Returns at once.
 
-    ``peer``: id of the DHT peer there, if there is one.
+    ``peer``: the id of the DHT peer at that endpoint, if any.
 
-    It replaces one that is still being written.
+    The new endpoint replaces one that is still being written.
     """
     mine = ip, port
     member.announced[:] = [mine]
 
     def shown() -> bool:
         if member.announced != [mine]:
-            return True  # there is a newer one since, which its own thread writes
+            return True  # there is a newer endpoint now, and another thread writes it
         me = find(member.chain.neurons(), member.hotkey)
         return me is not None and (me.ip, me.port, me.peer) == (*mine, peer)
 
@@ -198,15 +199,16 @@ def announce(member: Member, ip: str, port: int, peer: str = "") -> None:
 def _in_background(
     member: Member, what: str, shown: Callable[[], bool], write: Callable[[], None]
 ) -> None:
-    """Call ``write`` in a thread until it goes through or the chain shows the value anyway."""
+    """Call ``write`` in a thread until it succeeds or the chain shows the value anyway."""
 
     def run() -> None:
         failures = 0
         while True:
             try:
-                # Write one at a time, since the chain might take the older of two last.
+                # Write one at a time, since the chain might accept the older of two writes last.
                 with member.writing:
-                    # Look before each try, since a write whose answer was lost may have succeeded.
+                    # Check before each attempt, since a write whose answer was lost may have
+                    # succeeded.
                     if not shown():
                         write()
                 return
@@ -220,7 +222,7 @@ def _in_background(
 
 # --- whether the chain is this network's ----------------------------------------------------------
 
-NEWEST_STATE = timedelta(days=1)  # older than this: the network's rounds have stopped
+NEWEST_STATE = timedelta(days=1)  # if the newest state is older, the network's rounds have stopped
 
 
 def check_network(neurons: Sequence[Neuron], *, netuid: int, master: str) -> Check:
@@ -233,15 +235,15 @@ def check_network(neurons: Sequence[Neuron], *, netuid: int, master: str) -> Che
         "network",
         "fail",
         f"the validator that leads this network's rounds ({master}) {wrong} on subnet {netuid} "
-        f"({len(neurons)} neurons there), so subnet and miner do not belong together: no round is "
-        "taken and nothing counts",
+        f"({len(neurons)} neurons there), so this is not the network's subnet: no round takes "
+        "place and nothing counts",
         "register no hotkey and pay nothing there; a whole network on this machine needs neither: "
         "make run",
     )
 
 
 def check_global_state(config: Config, chain: Chain) -> Check:
-    """Check that the master hotkey has committed its bucket and published within a day."""
+    """Check that the master hotkey has committed its bucket and published within the last day."""
     name, master = "global state", config.miner.master_ss58_address
     try:
         info = PeerBuckets(config.store, chain).of_master(master).head(keys.STATE)
@@ -264,6 +266,6 @@ def check_global_state(config: Config, chain: Chain) -> Check:
     return Check(
         name,
         "warn",
-        f"{finding}, so this network's rounds have stopped and nothing that it trains counts now",
+        f"{finding}, so this network's rounds have stopped and no training counts now",
         "ask who runs the network before you rent a GPU or register",
     )

@@ -1,10 +1,10 @@
 """Publish and fetch the network's frozen tensors, tokenizer and data through the global bucket.
 
-``dt-network init`` writes a *list* of a folder's files, with the size and SHA-256 of each, and the
-network's file names the list's own SHA-256 (``model.frozen``, ``tokenizer.files``,
-``data.files``). The validator uploads list and files as ``files/SHA256`` each. Every start compares
-the run folder's copies and fetches missing or damaged files, so a member reads only files that the
-founder signed.
+``dt-network init`` writes a *list* of a folder's files, with the size and SHA-256 of each. The
+network's file contains the SHA-256 of the list itself (``model.frozen``, ``tokenizer.files``,
+``data.files``). The validator uploads the list and each file as ``files/SHA256``. Every start
+verifies the copies in the run folder and fetches missing or damaged files, so a member reads only
+files that the founder has signed.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from distributed_training.store.transfer import Retry, deadline_in, require_room
 
 log = logging.getLogger(__name__)
 
-LIST = ".files.json"  # file in the folder; sources of text and transformers read no such name
+LIST = ".files.json"  # file in the folder; text sources and transformers ignore such a name
 LARGEST_LIST = 4 * 2**20  # bytes
-_MOST_FILES, _LARGEST = 20_000, 2**40  # files of a folder, and bytes of one file
-_LARGE = 20 * 10**9  # bytes, of a folder
+_MOST_FILES, _LARGEST = 20_000, 2**40  # most files in a folder, and most bytes in a file
+_LARGE = 20 * 10**9  # size of a folder, in bytes, from which verifying it is logged
 _SMALL, _LONG = timedelta(seconds=30), timedelta(hours=24)
-#: Files of a tokenizer that transformers reads.
+#: The files of a tokenizer that transformers reads.
 TOKENIZER_FILES = {
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "config.json",
@@ -48,7 +48,7 @@ TOKENIZER_FILES = {
 
 
 def _refuse_path(name: str) -> str:
-    # It becomes a path: no name in it may lead out of the folder, or be one of our own.
+    # The name becomes a path: it must not lead out of the folder, or clash with our hidden files.
     if not name.isprintable() or any(not p or p.startswith(".") for p in name.split("/")):
         raise ValueError("no name of a file")
     return name
@@ -56,7 +56,7 @@ def _refuse_path(name: str) -> str:
 
 @dataclass(frozen=True)
 class Listed:
-    """One file of a list."""
+    """One entry in a list of files."""
 
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     size: Annotated[int, Field(ge=0, le=_LARGEST)]
@@ -67,9 +67,10 @@ _FILES = TypeAdapter(Annotated[dict[_Name, Listed], Field(min_length=1, max_leng
 
 
 def list_files(source: Path, target: Path, *, names: set[str] | None = None) -> str:
-    """Copy the files below ``source`` to ``target/DIGEST``; return the digest of their list.
+    """Copy the files below ``source`` to ``target/DIGEST``; return DIGEST, that of their list.
 
-    ``names``: the files to take; None: all but hidden ones, as data. Raises ConfigError, OSError.
+    ``names``: the files to copy; None copies all except hidden ones, as data does. Raises
+    ConfigError, OSError.
     """
     made = target / ".new"
     found: dict[str, Listed] = {}
@@ -93,9 +94,9 @@ def list_files(source: Path, target: Path, *, names: set[str] | None = None) -> 
             _FILES.validate_json(text)
         except ValueError:
             raise ConfigError(
-                f"{source} holds {len(found)} files, which cannot be published (1 to {_MOST_FILES} "
-                "with printable names, of 1 TB), so no network was created: join them, or "
-                "give --unpinned and hand them out yourself"
+                f"{source} has {len(found)} files, which cannot be published (allowed: 1 to "
+                f"{_MOST_FILES}, printable names, 1 TB each), so no network was created: join "
+                "them, or use --unpinned and distribute them yourself"
             ) from None
         digest = hashlib.sha256(text).hexdigest()
         write_bytes(made / LIST, text)
@@ -111,10 +112,10 @@ def fetch_published(
     *,
     wanted: Collection[str] = ("model", "tokenizer", "data"),
 ) -> None:
-    """Fetch the network's files that the run folder lacks or has damaged.
+    """Fetch the network's files that are missing or damaged in the run folder.
 
-    All of it is read and compared with its digest at each start. ``open_bucket``: the global one,
-    if something is missing. Raises NetworkFailure.
+    All files are read and compared with their digests at each start. ``open_bucket`` opens the
+    global bucket; it is called only if something is missing. Raises NetworkFailure.
     """
     for what, folder in config.published.items():
         if what not in wanted:
@@ -126,17 +127,17 @@ def fetch_published(
             if isinstance(error, ObjectMissingError) and config.kind == "miner":
                 why += ": the validator has not published it yet"
             elif isinstance(error, ObjectMissingError):
-                why += ": put back the files that dt-network init copied"
+                why += ": restore the files that dt-network init copied"
             raise NetworkFailure(
-                f"the network's {what} cannot be had ({why}), so nothing was trained on: started "
-                f"again, it is asked for again; what came stays in {folder}"
+                f"cannot fetch the network's {what} ({why}), so nothing was started: the next "
+                f"start tries again; files that were fetched stay in {folder}"
             ) from None
 
 
 def require_published(config: Config) -> None:
-    """Raise ConfigError on another node than node 0, which fetches, if a folder is missing."""
+    """Raise ConfigError if a folder is missing, on a node other than node 0, which fetches it."""
     for what, folder in config.published.items():
-        # Node 0 sends the others the rows of the model.
+        # Node 0 sends the rows of the model to the other nodes.
         if what != "model" and not (folder / LIST).is_file():
             raise ConfigError(
                 f"the network's {what} is not in {folder} and only node 0 fetches it, so this node "
@@ -145,14 +146,14 @@ def require_published(config: Config) -> None:
 
 
 def _fetch(open_bucket: Callable[[], BucketReader], folder: Path, what: str) -> None:
-    """Fetch the files that one folder lacks. Raises StoreError, ChainError, OSError."""
+    """Fetch the files that are missing in one folder. Raises StoreError, ChainError, OSError."""
     files = _read_list(open_bucket, folder)
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and name not in files and not path.name.startswith("."):
-            raise IntegrityError(f"{path} is none of its files: take it out")
+            raise IntegrityError(f"{path} is none of its files: remove it")
     size = sum(listed.size for listed in files.values())
-    if size > _LARGE:  # it takes minutes, at each start
+    if size > _LARGE:  # comparing takes minutes, at each start
         log.info("Comparing the network's %s with its digests: %.1f GB", what, size / 1e9)
     wanted = {name: listed for name, listed in files.items() if not _is(folder / name, listed)}
     if not wanted:
@@ -164,8 +165,8 @@ def _fetch(open_bucket: Callable[[], BucketReader], folder: Path, what: str) -> 
     for name, listed in wanted.items():
         path = folder / name
         if path.exists():
-            log.warning("%s is damaged and fetched again", path)
-        # Use the digest, since the file's own name may have the greatest length.
+            log.warning("%s is damaged and is fetched again", path)
+        # Use the digest, since the file's own name may already have the maximum length.
         came = path.with_name(f".{listed.sha256}.came")
         path.parent.mkdir(parents=True, exist_ok=True)
         reader.download(_key(listed.sha256), came, limit=listed.size)
@@ -178,7 +179,7 @@ def _fetch(open_bucket: Callable[[], BucketReader], folder: Path, what: str) -> 
 
 
 def _read_list(open_bucket: Callable[[], BucketReader], folder: Path) -> dict[str, Listed]:
-    """Return the files of the list that gives ``folder`` its name.
+    """Return the files in the list whose digest is the name of ``folder``.
 
     Raises StoreError, ChainError, OSError.
     """
@@ -198,26 +199,26 @@ def _read_list(open_bucket: Callable[[], BucketReader], folder: Path) -> dict[st
         write_bytes(folder / LIST, text)
     try:
         return _FILES.validate_json(text)
-    except ValidationError:  # signed, and of another version of the program
+    except ValidationError:  # the list is signed, but another version of the program wrote it
         raise IntegrityError(f"{_key(digest)} is no list of files: update the program") from None
 
 
 def publish(config: Config, store: ObjectStore) -> None:
-    """Upload the network's files that the global bucket lacks, each list after its files.
+    """Upload the network's files that are missing in the global bucket, each list after its files.
 
     Call it after :func:`fetch_published`. Raises StoreError, OSError.
     """
     there = {each.key: each.size for each in Retry(each=_SMALL)(store.list_objects, _key(""))}
     for what, folder in config.published.items():
         files = _FILES.validate_json((folder / LIST).read_bytes())
-        # Collect by key: files of equal bytes are one object, which must not be sent in parts twice
-        # at once.
+        # Collect by key: files with identical bytes share one object, and two multipart uploads of
+        # the same object must not run at once.
         missing = {
             _key(listed.sha256): folder / name
             for name, listed in files.items()
             if there.get(_key(listed.sha256)) != listed.size
         }
-        if missing:  # fetching data may take hours
+        if missing:  # log it, since uploading data may take hours
             log.info("Publishing the network's %s: %d files", what, len(missing))
         upload_all(store, missing.items(), until=deadline_in(_LONG))
         of_list = _key(folder.name), folder / LIST
@@ -241,16 +242,16 @@ def _key(digest: str) -> str:
 def open_versions(
     network: Network, folder: Path, outer_step: int, read: Callable[[int], str | None]
 ) -> Versions:
-    """Return the versions of the network's file; the one that holds at ``outer_step`` is in force.
+    """Return the versions of the network's file, with the one for ``outer_step`` in force.
 
     Args:
         network: The file that the program was started with.
-        folder: The run folder, which keeps the versions.
+        folder: The run folder, where the versions are kept.
         outer_step: The outer step from which the program continues.
-        read: Returns the text of a version in the network's bucket, None if there is none.
+        read: Returns the text of a version in the network's bucket, or None if it has none.
 
     Raises:
-        NetworkFailure: An older version than the file's holds, and nobody has it.
+        NetworkFailure: An earlier version of the file is in force, and no copy of it can be found.
     """
     versions = Versions(network, folder)
     for problem in (versions.look_beside(network.place), versions.look(read)):
@@ -258,10 +259,10 @@ def open_versions(
             log.warning("%s", problem)
     if not versions.knows(outer_step):
         raise NetworkFailure(
-            f"{network.place} holds from outer step {network.head.from_outer_step} and the network "
-            f"is at {outer_step}, and the version before it is neither in the folder {VERSIONS} "
-            "next to it nor in the network's bucket, so the rules are not known and nothing was "
-            "started: wait, put that folder there, or start with the older file"
+            f"{network.place} is valid from outer step {network.head.from_outer_step}, the network "
+            f"is at {outer_step}, and the earlier version is neither in the folder {VERSIONS} "
+            "next to it nor in the network's bucket, so the rules are unknown and nothing was "
+            "started: wait, put that folder there, or start with the earlier file"
         )
     versions.in_force = versions.at(outer_step)
     if versions.in_force is not network:

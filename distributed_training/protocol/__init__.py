@@ -1,5 +1,6 @@
-"""Define what all peers must agree on, as pure functions without I/O or state of their own.
+"""Define what all peers must agree on, mostly as pure functions.
 
-Light modules: ``types``, ``keys``, ``lines``, ``metadata``, ``manifest``, ``scoring``. With numpy:
-``pages``. With torch: ``update_file``, ``codecs``, ``average_file``. Nothing is imported here.
+Light modules: ``types``, ``keys``, ``lines``, ``metadata``, ``manifest``, ``pages``, ``growth``,
+``network_report``, ``scoring``. With torch: ``update_file``, ``codecs``, ``average_file``. Nothing
+is imported here.
 """

@@ -1,7 +1,8 @@
 """Write and read the members' average of a close (protocol page, section 5).
 
-A safetensors file with each parameter in float16, as it came over the wire: multiplied by a power
-of two, whose exponent is ``scale`` in the metadata. From it an audit computes the outer step again.
+The average is a safetensors file with each parameter in float16, as received from the members:
+multiplied by a power of two, whose exponent is ``scale`` in the metadata. With this file an audit
+can recompute the outer step.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from .update_file import rows_and_columns
 def write_average(
     path: Path, names: Sequence[str], tensors: Sequence[Tensor], scale: float
 ) -> None:
-    """Write an average in float16 as it came over the wire, ``scale`` times as large as it is."""
+    """Write an average in float16 as it was received: ``scale`` times its true values."""
     values = {n: t.detach().to(torch.float16) for n, t in zip(names, tensors, strict=True)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    # No fsync is needed: a validator that is killed here takes the merge instead of the average.
+    # No fsync is needed: a validator that is killed here will use the merge instead of the average.
     save_file(values, path, metadata={"scale": str(round(math.log2(scale)))})
 
 
 class Average:
-    """A file that :func:`write_average` has written, memory-mapped."""
+    """A file written by :func:`write_average`, memory-mapped."""
 
     def __init__(self, path: Path, schema: Schema) -> None:
-        """Open a file, which may hold any bytes.
+        """Open a file, which may contain any bytes.
 
-        Raises ValueError for another form, and OSError.
+        Raises ValueError if it is not an average of this model, and OSError.
         """
         try:
             with safe_open(path, "pt") as file:
@@ -43,7 +44,7 @@ class Average:
                 exponent = int((file.metadata() or {}).get("scale", ""))
                 extra = len(list(file.keys())) != len(schema)
         except SafetensorError as error:
-            raise ValueError(f"it is no average: {error}") from None
+            raise ValueError(f"it is not an average: {error}") from None
         found = [(tuple(values.shape), values.dtype) for values in self._values]
         if extra or found != [(tuple(shape), torch.float16) for _, shape in schema]:
             raise ValueError("its parameters are not those of the model")

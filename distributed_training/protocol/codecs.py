@@ -1,18 +1,18 @@
-"""Codecs of uploads: how the values of rows become bytes, by the name in a network's file.
+"""Codecs for uploads: they encode the values of rows as bytes. A network's file names one.
 
-A codec is two functions, ``encode_rows`` and ``decode_rows`` (:class:`Codec`). To add another one,
-write the line ``CODECS.register(name, Codec(...))`` into a module, which each member and the
-validator name with ``--plugins``.
+A codec is two functions, ``encode_rows`` and ``decode_rows`` (:class:`Codec`). To add one, write
+the line ``CODECS.register(name, Codec(...))`` in a module, which every member and the validator
+name with ``--plugins``.
 
-The product's own codecs write a whole number of 4, 3 or 2 bits for each value, and a float32
-*scale* for each *group* of at most 256 values of a row. With 4 bits the scale is a seventh of the
-group's largest magnitude, and a value becomes the nearest of -7 to 7 scales, so a zero stays zero.
-With 3 and 2 bits there are too few numbers for that, so the scale follows from the root mean square
-(:data:`_SPREAD`), and a value becomes the nearest odd number of scales: ±1 to ±7, or ±1 and ±3.
+The product's own codecs write a 4-, 3- or 2-bit integer for each value, and a float32 *scale* for
+each *group* of at most 256 values of a row. With 4 bits, the scale is a seventh of the group's
+largest magnitude, and a value is rounded to the nearest of -7 to 7 scales, so a zero stays zero.
+With 3 and 2 bits, there are too few integers for that. The scale then follows from the root mean
+square (:data:`_SPREAD`), and a value is rounded to the nearest odd multiple of it: ±1 to ±7, or ±1
+and ±3.
 
-Decoded values are the same to the bit on every machine, because each of them is a small whole
-number times a float32. So are encoded values, because each operation is rounded once, in an order
-that is written here.
+Decoded values are bit-identical on every machine, because each is a small integer times a float32.
+Encoded values are bit-identical too, because each operation is rounded once, in a fixed order.
 """
 
 from __future__ import annotations
@@ -32,49 +32,48 @@ from .types import OWN_CODECS
 
 GROUP = 256  # values that share one scale, at most
 SCALE_BYTES = 4
-#: A value is scale * (step * number - offset), by bits.
+#: bits -> (step, offset): a value is scale * (step * number - offset).
 _NUMBERS = {4: (1, 8), 3: (2, 7), 2: (2, 3)}
-#: A row is filled up to a multiple of this many numbers, by bits, so that it takes whole bytes.
+#: bits -> a row is padded to a multiple of this many numbers, so that it fills whole bytes.
 _FILLED = {4: 2, 3: 8, 2: 4}
 _LARGEST = 7  # the largest magnitude in scales, with 4 bits
-#: Scale divided by the root mean square, by bits. With error feedback these lose least of real
-#: movements.
+#: bits -> scale divided by the root mean square. With error feedback, these values lose the least
+#: of real pseudo-gradients.
 _SPREAD = {3: 0.31, 2: 0.52}
 _FLOAT32 = torch.finfo(torch.float32)
-#: A smaller scale would be subnormal, and some machines take that for zero.
+#: A smaller scale would be subnormal, and some machines treat that as zero.
 _LEAST_SCALE = _FLOAT32.tiny
-#: Such a scale times 8, the largest number, is still finite.
+#: This scale times 8, the largest number, is still finite.
 _MOST_SCALE = _FLOAT32.max / 8
-# How many values are handled at once: few enough that their copies stay in the CPU's cache, or do
-# not fill a GPU.
+# How many values are processed at once: few enough that their copies stay in the CPU's cache, or do
+# not fill a GPU's memory.
 _SLAB, _CUDA_SLAB = 1 << 19, 1 << 24
 _TYPICAL = 1 << 12  # the bytes per value are measured on a row of this many values
 
 
 @dataclass(frozen=True)
 class Codec:
-    """The two functions of a codec. Both give the same bits on each device and machine.
+    """The two functions of a codec. Their results are bit-identical on all devices and machines.
 
     ``encode_rows(rows)``: ``rows`` are float32 ``(r, c)``, contiguous. It returns scales, float32
     ``(r, g)``, and codes, uint8 ``(r, b)``, on the device of ``rows``; ``g`` and ``b`` depend only
-    on ``c``, even if ``r`` is 0. For values that are not finite it makes a scale that is not
-    finite.
+    on ``c``, even if ``r`` is 0. If a value is not finite, the scale must not be finite either.
 
     ``decode_rows(scales, codes, out)``: writes ``out``, float32 ``(r, c)``, contiguous. Each scale
-    has been checked: it is 0 or a normal number of at most 4.2e37. The codes are foreign bytes, and
-    whatever they are, ``out`` must become finite and nothing may be raised.
+    has been checked: it is 0 or a normal number of at most 4.2e37. The codes come from other peers:
+    whatever bytes they are, ``out`` must become finite and nothing may be raised.
     """
 
     encode_rows: Callable[[Tensor], tuple[Tensor, Tensor]]
     decode_rows: Callable[[Tensor, Tensor, Tensor], None]
 
     def row(self, columns: int) -> tuple[int, int]:
-        """Return how many scales, and how many bytes of codes, a row of ``columns`` values has."""
+        """Return the numbers of scales and of code bytes in a row of ``columns`` values."""
         return _row(self, columns)
 
     @property
     def bits(self) -> float:
-        """Bits per value in a long row, with its part of the scales."""
+        """Bits per value in a long row, including its share of the scales."""
         scales, codes = self.row(_TYPICAL)
         return (32 * scales + 8 * codes) / _TYPICAL
 
@@ -106,7 +105,7 @@ def _encode_rows(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     for slab in _slabs(rows):
         numbers = torch.empty(rows[slab].shape, dtype=torch.uint8, device=rows.device)
         for values, scale, number in _groups_of(rows[slab], scales[slab], numbers):
-            # The scale of a group of zeros may come out as -0.0.
+            # The scale of a group of zeros may be -0.0.
             scale.copy_(quantize(values, number, bits).abs_())
         codes[slab] = pack(numbers, bits)
     return scales, codes
@@ -133,9 +132,9 @@ def _slabs(rows: Tensor) -> list[slice]:
 def _groups_of(
     rows: Tensor, scales: Tensor, numbers: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield values, scales and numbers of the whole groups, then of those at the rows' ends.
+    """Yield values, scales and numbers of the full groups, then of the rows' shorter last groups.
 
-    Values and numbers are ``(r, groups, values)``, scales ``(r, groups)``.
+    Values and numbers have the shape ``(r, groups, values)``, scales ``(r, groups)``.
     """
     whole, rest = divmod(rows.shape[1], GROUP)
     at = whole * GROUP
@@ -147,21 +146,22 @@ def _groups_of(
 
 
 def quantize(groups: Tensor, numbers: Tensor, bits: int) -> Tensor:
-    """Write the numbers of ``groups``, return their scales.
+    """Quantize ``groups`` into ``numbers``, and return their scales.
 
     ``groups``: float32 ``(..., k)``, k at most 256; ``numbers``: uint8, of the same shape. The
     scales are float32 ``(...)``. A group whose scale would be subnormal becomes zeros. Values that
     are not finite, or too large, give a scale that :func:`refuse_scales` refuses.
     """
     step, offset = _NUMBERS[bits]
-    # Divide by a tensor: for a plain number a GPU multiplies by the reciprocal, with other bits.
+    # Divide by a tensor: with a plain number, a GPU would multiply by the reciprocal, and the bits
+    # would differ.
     if bits == 4:
         scales = torch.maximum(groups.amax(-1), groups.amin(-1).neg_())
         scales.div_(scales.new_full((), _LARGEST))
         work = torch.empty_like(groups)
     else:
         work = groups.square()
-        # Add by halves, since torch adds in an order that depends on the device.
+        # Sum by halves, since torch's own order of summation depends on the device.
         width = work.shape[-1]
         while width > 1:
             half = (width + 1) // 2
@@ -169,16 +169,16 @@ def quantize(groups: Tensor, numbers: Tensor, bits: int) -> Tensor:
             width = half
         scales = work[..., 0].clone()
         scales.div_(scales.new_full((), groups.shape[-1]))
-        # With MKL a CPU's float32 root may be off by its last bit; a float64's, rounded, is not.
+        # With MKL a CPU's float32 root may be wrong in its last bit; a rounded float64 root is not.
         scales = scales.double().sqrt_().float().mul_(_SPREAD[bits])
     scales.mul_(scales >= _LEAST_SCALE)  # NaN stays NaN
     factors = torch.where(scales > 0, scales.reciprocal(), 0).div_(step)
-    # Two operations, each of them rounded: a fused one would round once, and only on some machines.
-    # The conversion to integers then cuts off the fraction.
+    # Use two operations, each of which rounds: a fused one would round only once, and only on some
+    # machines. The conversion to integers then truncates.
     torch.mul(groups, factors.unsqueeze(-1), out=work).add_(offset / step + 0.5)
     if bits != 4:
         work.clamp_(0, 2**bits - 1)
-    numbers.view(torch.int8).copy_(work)  # torch converts to uint8 seven times slower
+    numbers.view(torch.int8).copy_(work)  # torch's conversion to uint8 is seven times slower
     return scales
 
 
@@ -202,7 +202,7 @@ def pack(numbers: Tensor, bits: int) -> Tensor:
 
 
 def unpack(data: Tensor, count: int, bits: int) -> Tensor:
-    """Return the ``count`` numbers of each row that :func:`pack` packed."""
+    """Return the ``count`` numbers in each row that :func:`pack` has packed."""
     if bits == 2:
         data = _double(data, 2, 2)
     elif bits == 3:
@@ -212,7 +212,7 @@ def unpack(data: Tensor, count: int, bits: int) -> Tensor:
 
 
 def _halve(numbers: Tensor, *shifts: int) -> Tensor:
-    """Put the second half into the bits above the first half, once for each of ``shifts``."""
+    """Move the second half to the bits above the first half, once for each of ``shifts``."""
     for shift in shifts:
         lower, upper = numbers.chunk(2, dim=-1)
         numbers = (upper << shift).bitwise_or_(lower)
@@ -220,7 +220,7 @@ def _halve(numbers: Tensor, *shifts: int) -> Tensor:
 
 
 def _double(data: Tensor, width: int, *shifts: int) -> Tensor:
-    """Undo :func:`_halve` for numbers of ``width`` bits; the shifts are in reverse order."""
+    """Undo :func:`_halve` for numbers of ``width`` bits. Give the shifts in reverse order."""
     for shift in shifts:
         mask = (2**width - 1) * sum(1 << place for place in range(0, 8, 2 * shift))
         data = torch.cat([data & mask, (data >> shift).bitwise_and_(mask)], dim=-1)

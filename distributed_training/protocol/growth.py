@@ -1,8 +1,8 @@
-"""Compute the bytes that a network moves through its store and keeps there.
+"""Compute how many bytes a network moves through its store and keeps there.
 
-An upload and an update have ``bits`` per value and a float32 scale for each group of 256 values
-(:mod:`.update_file`). The founder's link, the store's bill and the grace of a round follow from
-that and the number of members. docs/scale.md has a table of them, and ``dt-plan`` prints yours.
+Uploads and updates have a few bits per value and a float32 scale for each group of 256 values
+(:mod:`.update_file`). The load on the founder's link, the store's bill and a round's grace follow
+from that and the number of members. docs/scale.md has a table, and ``dt-plan`` prints your figures.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from .types import OWN_CODECS, UPDATE_CODEC
 
 _GROUP = 256  # the same as GROUP in codecs.py, which imports torch
-_MARGIN = 60.0  # seconds for the end of an inner step, the copy and retries; less in a short period
+_MARGIN = 60.0  # seconds to end an inner step, to copy and to retry; less in a short period
 _MEETING = 30.0  # seconds until members are connected in one group; less in a short period
-# Seconds per parameter for the checkpoint, which a plain disk gets before anything is sent.
+# Seconds per parameter to write the checkpoint to an ordinary disk before anything is sent.
 CHECKPOINT = 20 / 400e6
 _SLACK = 1.2  # factor on the bytes, for requests and for a link that is sometimes slower
-# Dollars per GB and month at R2, which charges no traffic (developers.cloudflare.com/r2/pricing).
+# Dollars per GB and month at R2, where traffic is free (developers.cloudflare.com/r2/pricing).
 GB_MONTH = 0.015
 
 
 TOKENS_A_PARAMETER = 20  # compute-optimal by Hoffmann et al. 2022
-#: Each row: the most parameters for which it holds, the highest learning rate (Pythia's,
-#: arxiv.org/abs/2304.01373), and the seconds of a period (docs/found-a-network.md).
+#: Each row: the largest model for which it applies, in parameters; the highest learning rate (from
+#: Pythia, arxiv.org/abs/2304.01373); the length of a period in seconds (docs/found-a-network.md).
 _ROWS = (
     (100e6, 1e-3, 720.0),
     (300e6, 6e-4, 720.0),
@@ -32,34 +32,35 @@ _ROWS = (
     (math.inf, 1.6e-4, 1800.0),
 )
 _WARM_UP, _LONGEST_WARM_UP = 30, 1000  # the warm-up is a 30th of all inner steps, and 1,000 at most
-# The fewest inner steps of a schedule without --tokens, since a small model still learns after 20
+# The shortest schedule without --tokens, in inner steps, since a small model still learns after 20
 # tokens per parameter.
 _FEWEST_STEPS = 1000
 
 
 def file_bytes(parameters: int, codec: str = UPDATE_CODEC) -> int:
-    """Return the bytes of an upload or of an update, without its header.
+    """Return the size of an upload or an update in bytes, without its header.
 
-    Raises UnknownKindError for a ``codec`` that nobody has registered.
+    Raises UnknownKindError for a ``codec`` that is not registered.
     """
     if (bits := OWN_CODECS.get(codec)) is not None:
         return parameters * bits // 8 + 4 * math.ceil(parameters / _GROUP)
-    from .codecs import CODECS  # imported here, since torch would add a second to each --help
+    from .codecs import CODECS  # not at the top, since torch would add a second to each --help
 
     return math.ceil(parameters * CODECS[codec].bits / 8)
 
 
 def largest_upload(parameters: int, codec: str) -> int:
-    """Return the most bytes of an upload of any shape, but for its header, by any of our codecs.
+    """Return the largest size of an upload in bytes, without its header, whatever its rows are.
 
-    A quarter more than :func:`file_bytes`, because each row of 33 to 255 values, such as an
-    adapter's, has a scale of its own. Raises UnknownKindError.
+    It is a quarter more than :func:`file_bytes`, because each row of 33 to 255 values, such as an
+    adapter's, has its own scale. It allows for ``codec`` and for the update's codec. Raises
+    UnknownKindError.
     """
     return max(file_bytes(parameters), file_bytes(parameters, codec)) * 5 // 4
 
 
 def grace_seconds(parameters: int, codec: str, link: float, *, period: float) -> int:
-    """Return the grace in which a member whose link sends ``link`` Mbit/s has uploaded.
+    """Return the grace, in seconds, that a member needs to upload over a link of ``link`` Mbit/s.
 
     ``period``: seconds between two closes.
     """
@@ -68,9 +69,9 @@ def grace_seconds(parameters: int, codec: str, link: float, *, period: float) ->
 
 
 def average_seconds(parameters: int, link: float, *, period: float) -> int:
-    """Return the seconds that an all-reduce gets, over a link of ``link`` Mbit/s.
+    """Return how many seconds an all-reduce gets over a link of ``link`` Mbit/s.
 
-    Each member sends and receives each value in 2 bytes, once as its own and once as the average.
+    Each member sends and receives every value in 2 bytes: once its own, and once the average.
     ``period``: seconds between two closes.
     """
     sending = _SLACK * 8 * 4 * parameters / (link * 1e6)
@@ -88,9 +89,9 @@ def fitting_schedule(
 ) -> dict[str, float]:
     """Return the rules of ``[training]`` for a model that all members train on ``tokens``.
 
-    None stands for 20 per trained parameter (``trained``). ``parameters``: all parameters.
-    ``step``: tokens of one inner step of all members together. ``warmup``, ``total``: inner steps
-    that somebody has chosen.
+    If ``tokens`` is None, it is 20 per trained parameter (``trained``). ``parameters``: number of
+    all parameters. ``step``: tokens in one inner step of all members together. ``warmup``,
+    ``total``: numbers of inner steps, if they were chosen.
     """
     rate = next(rate for most, rate, _ in _ROWS if parameters <= most)
     wanted = max(1.0, (tokens or TOKENS_A_PARAMETER * trained) / step)
@@ -109,15 +110,15 @@ def amount(count: float) -> str:
 
 
 def fitting_period(parameters: int, trained: int, codec: str, link: float) -> float:
-    """Return the seconds of a period that fits a model, a multiple of 12 s.
+    """Return the length of a period that fits a model, in seconds: a multiple of 12 s.
 
-    ``trained``: how many of its parameters are sent. It is at least three times the grace of a
-    member whose link sends ``link`` Mbit/s.
+    ``trained``: how many of its parameters are sent. The period is at least three times the grace
+    that a member with a link of ``link`` Mbit/s needs.
     """
     row = next(period for most, _, period in _ROWS if parameters <= most)
     if 3 * grace_seconds(trained, codec, link, period=row) <= row:
         return row
-    # A period as long as this one has the whole margin, so compute with it.
+    # A period this long has the full margin, so compute with that.
     return 12.0 * math.ceil(3 * grace_seconds(trained, codec, link, period=math.inf) / 12)
 
 
@@ -141,33 +142,33 @@ class Growth:
 
     @property
     def state(self) -> int:
-        """A set of weights, with the validator's momentum and residual, in float32."""
+        """Bytes of a set of weights with the validator's momentum and residual, in float32."""
         return 12 * self.parameters
 
     @property
     def validator_receives(self) -> int:
-        """Bytes of an outer step: each upload once."""
+        """Bytes per outer step: each upload once."""
         return self.members * self.upload
 
     @property
     def validator_sends(self) -> int:
-        """Bytes of an outer step: update, merged uploads for the audit, a share of the weights."""
+        """Bytes per outer step: the update, merged uploads for audits, a share of the weights."""
         return self.update + self.members * self.upload + self.state // self.weights_every
 
     @property
     def store_sends(self) -> int:
-        """Bytes that an outer step takes from the store: uploads and an update for each member."""
+        """Bytes read from the store per outer step: all uploads, and an update for each member."""
         return self.members * (self.upload + self.update)
 
     @property
     def stored(self) -> int:
-        """Bytes at the store: two sets of weights, the updates since, open and merged uploads."""
+        """Bytes in the store: two sets of weights, the updates since, open and merged uploads."""
         updates = 2 * self.weights_every * self.update
         return 2 * self.state + updates + (self.keep_uploads + 1) * self.validator_receives
 
     @property
     def dollars_a_month(self) -> float:
-        """Dollars a month for the bytes in the store, at R2's price."""
+        """Dollars per month for the bytes in the store, at R2's price."""
         return self.stored / 1e9 * GB_MONTH
 
     def describe_store(self) -> str:

@@ -1,7 +1,8 @@
 """Names of buckets, of their objects and of peers (protocol page, sections 1 and 5).
 
-The global bucket holds ``state.json``, a folder ``outer/N/`` for each outer step, and the members'
-``uploads/``, unless each has its own bucket for them. A run folder has ``epoch-N/`` for each.
+The global bucket contains ``state.json``, a folder ``outer/N/`` for each outer step, and the
+members' ``uploads/``, unless each member has its own bucket for its uploads. A run folder has a
+folder ``epoch-N/`` for each outer step.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ STATE = "state.json"
 MANIFEST = "manifest.json"
 UPDATE = "update.safetensors"
 OUTER_STATE = "state.safetensors"  # outer momentum and residual
-AVERAGE = "average.safetensors"  # the average of the members, if the update follows from it
+AVERAGE = "average.safetensors"  # the members' average, if the update was computed from it
 SAFETENSORS_METADATA = {"format": "pt"}
 
-# A number has no leading zero, since outer/07 would be a second folder of outer step 7. It has at
-# most 15 digits, since others choose it and readers count up to it.
+# A number has no leading zero, since outer/07 would be a second folder for outer step 7. It has at
+# most 15 digits, since other peers choose it and readers may count up to it.
 _NUMBER = "(0|[1-9][0-9]{0,14})"
 _OUTER_KEY = re.compile(rf"outer/{_NUMBER}/(.+)")
 _UPLOAD_KEY = re.compile(rf"uploads/{_NUMBER}/{_NUMBER}\.{_NUMBER}\.safetensors")
@@ -38,7 +39,7 @@ def miner_bucket(global_bucket: str, uid: int) -> str:
     """
     if uid < 0:
         raise ValueError(f"uid {uid} is negative")
-    # The uid has at least three digits, as in the names of existing buckets.
+    # Pad the uid to three digits, as in the names of existing buckets.
     return f"{global_bucket}-{uid:03d}"
 
 
@@ -61,18 +62,18 @@ def epoch_folder(outer_step: int) -> str:
 
 
 def outer_key(outer_step: int, name: str) -> str:
-    """Return ``outer/N/name``, the key of a file about the epoch-start weights of outer step N."""
+    """Return ``outer/N/name``, the key of a file for the epoch-start weights of outer step N."""
     return f"outer/{outer_step}/{name}"
 
 
 def parse_outer_key(key: str) -> tuple[int, str] | None:
-    """Return ``(N, name)`` of a key inside an ``outer/N`` folder, None for any other key."""
+    """Return ``(N, name)`` of a key in an ``outer/N`` folder, or None for any other key."""
     match = _OUTER_KEY.fullmatch(key)
     return (int(match[1]), match[2]) if match else None
 
 
 def merged_key(outer_step: int, uid: int) -> str:
-    """Return the key of the copy of a member's upload that outer step N has merged."""
+    """Return the key of the copy of a member's upload that was merged into outer step N."""
     return outer_key(outer_step, f"uploads/{uid}.safetensors")
 
 
@@ -87,6 +88,6 @@ def progress_key(uid: int) -> str:
 
 
 def parse_upload_key(key: str) -> tuple[int, int, int] | None:
-    """Return uid, outer step and serial of a key as :func:`upload_key` makes it, else None."""
+    """Return uid, outer step and serial of an :func:`upload_key`, or None for any other key."""
     match = _UPLOAD_KEY.fullmatch(key)
     return (int(match[1]), int(match[2]), int(match[3])) if match else None

@@ -1,7 +1,8 @@
-"""Word each log line that operators search for, in one place.
+"""Define in one place the log lines that operators search for.
 
-The texts are those of the operators' documents, so that ``pm2 logs distributed_training_miner |
-grep "Successfully pushed"`` continues to work. Misspellings (``Succesfully``) are part of them.
+The texts are the same as in the operators' documents, so that ``pm2 logs
+distributed_training_miner | grep "Successfully pushed"`` continues to work. Their misspellings
+(``Succesfully``) must stay.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 
 from distributed_training.protocol.types import StepReport
 
-# These have a place for a value: log.info(SAVING_STATE, outer_step).
+# These have placeholders for values: log.info(SAVING_STATE, outer_step).
 SAVING_STATE = "💾 Saving model state locally for epoch %s"
 UPLOAD_BLOCKED = (
     "⚠️  UPLOAD BLOCKED: inner_step (%d) < minimum (%d). "
@@ -34,14 +35,14 @@ METADATA_LOGGED = "Metadata Dict Succesfully Logged To Chain."
 
 
 def counted(count: float, one: str, many: str = "") -> str:
-    """Return ``1 block``, ``2 blocks``. ``many``: the plural, if it is not ``one`` and an s."""
+    """Return ``1 block`` or ``2 blocks``. ``many``: the plural, if it is not ``one`` plus an s."""
     return f"{count:.0f} {one if count == 1 else many or f'{one}s'}"
 
 
 def step_line(report: StepReport) -> str:
-    """Return the line of one inner step, as the operator documents show it.
+    """Return the line for one inner step, as the operators' documents show it.
 
-    ``GPU Mem`` is 0.00GB without a GPU. Loss and time are the report's: nats per token, seconds.
+    ``GPU Mem`` is 0.00GB without a GPU. Loss is in nats per token and time in seconds.
     """
     return (
         f"Outer Step: {report.outer_step} | Inner Step: {report.inner_step} | "
@@ -51,9 +52,9 @@ def step_line(report: StepReport) -> str:
 
 
 def throughput_line(report: StepReport) -> str:
-    """Return the measured figures for which the step line has no place.
+    """Return the line with the measured figures that the step line has no room for.
 
-    Operators were promised ``Throughput: N samples/sec``.
+    The operators' documents promise ``Throughput: N samples/sec``.
     """
     parts = [
         f"Throughput: {report.samples_per_second:.2f} samples/sec",
@@ -72,9 +73,9 @@ def throughput_line(report: StepReport) -> str:
 
 
 def step_warnings(report: StepReport, *, expect_gpu: bool = False) -> list[str]:
-    """Return the warnings that an inner step causes.
+    """Return the warnings about an inner step.
 
-    ``expect_gpu``: a GPU is there, so a step that used no GPU memory at all is a warning too.
+    ``expect_gpu``: there is a GPU, so also warn about a step that used no GPU memory at all.
     """
     lines = []
     if report.seconds > SLOW_STEP:
@@ -84,7 +85,7 @@ def step_warnings(report: StepReport, *, expect_gpu: bool = False) -> list[str]:
         if report.data_wait_seconds > report.seconds / 2:
             lines[-1] += f" {report.data_wait_seconds:.1f}s of it were spent waiting for data"
     memory = report.gpu_memory_gb
-    # There is a GPU, but torch has counted no memory on it, so the model must be somewhere else.
+    # There is a GPU, but torch has allocated no memory on it, so the model must be elsewhere.
     if memory is None and expect_gpu:
         memory = 0.0
     if memory is not None and memory < _LOW_GPU_MEMORY:
@@ -97,14 +98,14 @@ def pushed(tag: str, bucket: str) -> str:
 
 
 def all_reduce_failed(checkpoint: int) -> str:
-    """Return the line of a round that failed at ``checkpoint``.
+    """Return the line for a round that failed at ``checkpoint``.
 
-    1 is before the averaging, 2 in it, 3 in the outer step.
+    1 means before the averaging, 2 during it, and 3 in the outer step.
     """
     return f"All Reduce Failed At Checkpoint {checkpoint}"
 
 
 def describe_losses(losses: Mapping[str, float]) -> str:
-    """Return the losses on several domains in words, or nothing for a single domain."""
+    """Return the losses on several domains as text, or an empty string for a single domain."""
     each = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
     return f" ({each})" if len(losses) > 1 else ""

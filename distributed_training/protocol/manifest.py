@@ -1,19 +1,20 @@
 """The chain of a store network: its state and the manifests of its outer steps (section 5).
 
-``state.json`` says which outer step all train from, when its uploads are taken, and which manifest
-is the head. ``outer/N/manifest.json`` says how the epoch-start weights of outer step N came about,
-and names the manifest before it by its digest. A reader that keeps the head notices another
-history. Outer step 0 has a manifest too, and nothing before it. A network that goes back to the
-weights of an earlier outer step takes one more outer step, whose manifest has ``rewound_to`` and no
-update: outer steps and serials only grow. After a store has lost objects, or was restored from a
-copy, a recovery begins the chain again: at an outer step above all that anybody can have seen, and
-after no other manifest. So an old recovery means nothing to a reader that knows a later state.
+``state.json`` says which outer step all members train from, when the uploads for it are taken, and
+which manifest is the head. ``outer/N/manifest.json`` says how the epoch-start weights of outer step
+N were computed, and names the previous manifest by its digest. A reader that remembers the head
+notices if the history was replaced. Outer step 0 has a manifest too, without a previous one. To
+return to the weights of an earlier outer step, a network takes one more outer step, whose manifest
+has ``rewound_to`` and no update: outer steps and serials only grow. After a store has lost objects,
+or was restored from a backup, a recovery begins a new chain, without a previous manifest, at an
+outer step above all that any peer can have seen. So an old recovery means nothing to a reader that
+knows a later state.
 
-Each file is one JSON object, signed by the network's master. Its canonical form without the
-signature has a digest, which is signed, and by which other files name it. Such a file comes from a
-store that may hold anything: its size, form, values and signature are checked in this order.
-Nobody can build one whose values are out of their bounds either: the constructor raises ValueError.
-Texts in it are printable ASCII (:func:`~.network_report.printable`).
+Each file is one JSON object, signed by the network's master. What is signed is the digest of its
+canonical form without the signature; other files name it by this digest. Such a file comes from a
+store that may contain anything, so its size, form, values and signature are checked, in this order.
+An object with values out of bounds cannot be created either: the constructor raises ValueError. All
+texts are printable ASCII (:func:`~.network_report.printable`).
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ Losses = Annotated[
 
 @dataclass(frozen=True)
 class Master:
-    """The hotkey (ss58) that signs the files of a network, whose run is ``run_id``."""
+    """The hotkey (ss58) that signs a network's files; ``run_id`` is the network's run."""
 
     run_id: str
     hotkey: str
@@ -73,12 +74,12 @@ def _message(name: str, form: bytes) -> bytes:
 
 
 def sign_form(name: str, form: bytes, sign: Sign) -> bytes:
-    """Return the JSON object ``form`` with its signature, as ``name``, as the last key."""
+    """Return the JSON object ``form``, signed under ``name``, with the signature as last key."""
     return form[:-1] + f',"signature":"0x{sign(_message(name, form)).hex()}"}}'.encode()
 
 
 def split_form(name: str, data: bytes) -> tuple[bytes, bytes]:
-    """Return what :func:`sign_form` got, and the signature. Raises ValueError if there is none."""
+    """Return the form that :func:`sign_form` signed, and the signature. Raises ValueError."""
     signature = _SIGNATURE.fullmatch(data[-_SIGNATURE_BYTES:])
     if signature is None:
         raise ValueError(f"{name} does not end with a signature")
@@ -86,7 +87,7 @@ def split_form(name: str, data: bytes) -> tuple[bytes, bytes]:
 
 
 def is_signed(name: str, data: bytes, master: Master) -> bool:
-    """Return whether ``data`` is an object that the master has signed as ``name``."""
+    """Return whether ``data`` is an object that the master has signed under ``name``."""
     try:
         form, signature = split_form(name, data)
         return master.verify(_message(name, form), signature, master.hotkey)
@@ -95,7 +96,7 @@ def is_signed(name: str, data: bytes, master: Master) -> bool:
 
 
 class _Signed:
-    """The common part of state and manifest: one canonical form, one signature."""
+    """What state and manifest have in common: a canonical form and a signature."""
 
     name: ClassVar[str]
     most_bytes: ClassVar[int]
@@ -104,11 +105,11 @@ class _Signed:
     @property
     def canonical(self) -> bytes:
         """JSON with sorted keys, without white space, in ASCII, like a network's file."""
-        # The round trip through JSON turns numbers that are keys into text; otherwise they would be
-        # sorted as numbers.
+        # The round trip through JSON turns numeric keys into text; otherwise they would be sorted
+        # as numbers.
         content = json.loads(json.dumps(asdict(self), allow_nan=False))  # type: ignore[call-overload]
-        # Keys that came later are left out while they have their default, so that older programs
-        # accept the file.
+        # Leave out keys that were added later while they have their default value, so that older
+        # programs accept the file.
         for later in ("gate", "recovered", "averaging", "libraries"):
             if content.get(later) in (0, None):
                 content.pop(later, None)
@@ -144,7 +145,7 @@ class _Signed:
             why = wrong["msg"].removeprefix("Value error, ")
             what = f"{'.'.join(map(str, wrong['loc']))}: {why}".removeprefix(": ")
             raise ValueError(f"{cls.name} is refused: {printable(what, _LONGEST_SHOWN)}") from None
-        # A missing or repeated key, another order, or 1 in place of 1.0 would change the digest.
+        # A missing or repeated key, another order, or 1 instead of 1.0 would change the digest.
         if content.canonical != form:
             raise ValueError(f"{cls.name} is not in canonical form, or has keys of another version")
         if content.run_id != master.run_id:
@@ -156,7 +157,7 @@ class _Signed:
 
 @checked(frozen=True, config=ConfigDict(strict=True))
 class State(_Signed):
-    """The place of a network; see the module. Times are seconds since 1970."""
+    """Where a network stands; see the module. Times are in seconds since 1970."""
 
     name: ClassVar[str] = keys.STATE
     most_bytes: ClassVar[int] = 16 * 1024
@@ -164,17 +165,17 @@ class State(_Signed):
     run_id: RunId
     outer_step: OuterStep  # the outer step from whose weights all members train
     serial: Whole  # number of the close; it grows whenever ``outer_step`` or ``closes_at`` changes
-    # When the uploads of ``outer_step`` are taken; they may end ``grace`` s later
+    # When the uploads for ``outer_step`` are taken; they may be finished ``grace`` s later
     closes_at: Seconds
     grace: Seconds
     head: Digest  # digest of the manifest of ``outer_step``
-    # Outer steps whose whole weights the store holds, ascending
+    # Outer steps whose whole weights are in the store, ascending
     weights_at: Annotated[tuple[OuterStep, ...], Field(max_length=64)]
     written_at: Seconds
-    expires: Seconds  # when a reader may say that nobody leads the network
+    expires: Seconds  # when a reader may conclude that nobody leads the network
     # Which [stop] of the network's file is reached
     finished: Annotated[str, Field(pattern=r"^[ -~]{1,200}$")] | None = None
-    # Closes in a row at which less than half of the uploads passed the held-out test.
+    # Number of consecutive closes at which fewer than half of the uploads passed the held-out test
     gate: Whole = 0
 
     def __post_init__(self) -> None:
@@ -204,20 +205,20 @@ class State(_Signed):
 
 @checked(frozen=True, config=ConfigDict(strict=True))
 class Merged:
-    """An upload that was merged, or is carried over to the next close by its member."""
+    """An upload that was merged, or that its member carries over to the next close."""
 
     uid: Uid
     hotkey: Hotkey
     digest: Digest  # digest of the upload's file
     norm: Annotated[float, Field(gt=0.0, le=1e18)]  # norm of the upload before it was clipped
-    # A float32 by which the upload was multiplied. With 0 it is not merged, and its member carries
-    # it over.
+    # The float32 by which the upload was multiplied. If it is 0, the upload is not merged, and its
+    # member carries it over.
     factor: Annotated[float, Field(ge=0.0, le=1.0)]
     improvement: Number  # nats per token by which the upload lowers the loss on random text
     inner_steps: Whole
     tokens: Whole
-    chance: Figure | None = None  # nats per token that chance may explain
-    # Uploads that are alike have the weight of one upload together; this is the part of this one.
+    chance: Figure | None = None  # the part of it that chance may explain, in nats per token
+    # Similar uploads together have the weight of one upload; this is this upload's share.
     share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
 
 
@@ -234,22 +235,22 @@ class Refused:
 
 @checked(frozen=True, config=ConfigDict(strict=True))
 class Averaging:
-    """The result of the all-reduce of a close, in a network over hivemind."""
+    """The result of a close's all-reduce, in a network over hivemind."""
 
-    # What the update follows from: the average, or the merge of the uploads
+    # What the update was computed from: the average, or the merge of the uploads
     source: Literal["average", "merge"]
     why: Text  # why the average was not used; empty if it was
-    # Uids that took part, ascending; after ``average`` their uploads count as merged
+    # Uids that took part, ascending; with ``average``, their uploads count as merged
     participants: Annotated[tuple[Uid, ...], Field(max_length=4096)] = ()
     # Norm of (average - merge) divided by the norm of the merge, or None if it was not measured
     difference: Figure | None = None
-    # Uids of members whose parts of the average were seen to differ
+    # Uids of members whose parts of the average were found to differ
     suspects: Annotated[tuple[Uid, ...], Field(max_length=4096)] = ()
 
 
 @checked(frozen=True, config=ConfigDict(strict=True))
 class Manifest(_Signed):
-    """The account of how the epoch-start weights of ``outer_step`` came about; see the module."""
+    """The record of how the epoch-start weights of ``outer_step`` were computed; see the module."""
 
     name: ClassVar[str] = keys.MANIFEST
     most_bytes: ClassVar[int] = 4 * 1024 * 1024
@@ -257,26 +258,26 @@ class Manifest(_Signed):
     run_id: RunId
     rules_id: RunId  # id of the version of the network's file that was in force
     outer_step: OuterStep
-    previous: SomeDigest  # digest of the manifest before; empty where the chain begins
+    previous: SomeDigest  # digest of the previous manifest; empty at the chain's first outer step
     # Digest of ``update.safetensors``, which all members subtract from the epoch-start weights. It
-    # is empty at outer step 0 and after a rewind, for which the store holds whole weights.
+    # is empty at outer step 0 and after a rewind, for which whole weights are in the store.
     update: SomeDigest
     weights: Digest  # digest of the epoch-start weights (section 4)
-    momentum: SomeDigest  # digest in the same form, or empty if all values are zero
+    momentum: SomeDigest  # digest computed like ``weights``, or empty if all values are zero
     residual: SomeDigest  # as ``momentum``
-    # ``learning_rate``, ``mu`` and ``rule`` of the outer step are those of the network's file.
+    # ``learning_rate``, ``mu`` and ``rule`` of the outer step come from the network's file.
     learning_rate: Figure
     mu: Figure
     rule: Annotated[str, Field(pattern=r"^[!-~]{1,100}$")]
-    # Ascending by uid: the order in which they were added up
+    # Ascending by uid, which is the order of summation
     merged: Annotated[tuple[Merged, ...], Field(max_length=4096)]
     refused: Annotated[tuple[Refused, ...], Field(max_length=4096)]
-    losses_before: Losses  # loss on each held-out text, by its name, in nats per token
+    losses_before: Losses  # name of a held-out text -> loss on it, in nats per token
     losses_after: Losses
-    scores: Annotated[Mapping[Uid, Number], Field(max_length=4096)]  # score of each member, by uid
-    closed_at: Seconds  # ``closed_at`` and ``serial`` are those of the close
+    scores: Annotated[Mapping[Uid, Number], Field(max_length=4096)]  # uid -> the member's score
+    closed_at: Seconds  # ``closed_at`` and ``serial`` identify the close
     serial: Whole
-    # ``total_inner_steps`` and ``total_tokens`` are those of the network until here.
+    # ``total_inner_steps`` and ``total_tokens`` are the network's totals so far.
     total_inner_steps: Whole
     total_tokens: Whole
     made_at: Seconds
@@ -284,17 +285,17 @@ class Manifest(_Signed):
     files: Annotated[
         Mapping[Annotated[str, Field(pattern=r"^[a-z0-9_.-]{1,64}$")], Digest], Field(max_length=16)
     ] = field(default_factory=dict)
-    # The outer step whose weights, momentum and residual these are again
+    # The outer step whose weights, momentum and residual are in use again
     rewound_to: OuterStep | None = None
-    # The outer step at which the chain begins: that of the last recovery, or 0
+    # The outer step at which the chain begins: the outer step of the last recovery, or 0
     recovered: OuterStep = 0
     averaging: Averaging | None = None  # how the all-reduce went, in a network over hivemind
-    # Versions at the validator of the packages that compute the model, if its kind names them
+    # The validator's versions of the packages that compute the model, if its kind names them
     libraries: Annotated[Mapping[Word, Text], Field(max_length=16)] | None = None
 
     @property
     def averaged(self) -> bool:
-        """True if the update follows from the members' all-reduce."""
+        """True if the update was computed from the members' all-reduce."""
         return self.averaging is not None and self.averaging.source == "average"
 
     def __post_init__(self) -> None:

@@ -1,9 +1,9 @@
 """Read and write a bucket's commitment, and the ``config.json`` next to whole weights.
 
-The *commitment* is a text on the chain through which others can read a member's own bucket
-(protocol page, section 1). It has 128 characters: account id (32), read access key id (32), read
-secret (64). Where the network's file names the store, it may be the last two of any length, with a
-space between them. It is public by design: only ever put *read* credentials there.
+The *commitment* is a text on the chain with which others can read a member's own bucket (protocol
+page, section 1). It has 128 characters: account id (32), read access key id (32), read secret (64).
+If the network's file names the store, it may be only the key id and the secret, of any length, with
+a space between them. It is public by design: only ever put *read* credentials there.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Key of ``config.json`` for what the network's file says about the model and transformers does not
-#: know: ``kind``, its ``settings``, and ``trainable``, patterns for the names of the trained
-#: parameters.
+#: Key in ``config.json`` for the network file's model settings that transformers does not know:
+#: ``kind``, its ``settings``, and ``trainable``, patterns for the names of the trained parameters.
 MODEL_RULES = "distributed_training"
 LENGTH = 128
-LONGEST_KEY = 512  # characters of a key or of its secret
+LONGEST_KEY = 512  # characters in a key id or its secret
 LONGEST = 2 * LONGEST_KEY + 1
 _PARTS = (("account id", 32), ("read access key id", 32), ("read secret access key", 64))
 
 
 class CommitmentError(ValueError):
-    """A text that is not a commitment of the protocol; the message never holds a credential."""
+    """A text is not a valid commitment. The message never contains a credential."""
 
 
 @dataclass(frozen=True)
 class BucketCredentials:
-    """Read credentials of a bucket."""
+    """Read credentials for a bucket."""
 
     account_id: str
     access_key_id: str
@@ -37,9 +36,9 @@ class BucketCredentials:
 
 
 def build_commitment(credentials: BucketCredentials, *, any_length: bool = False) -> str:
-    """Return the commitment: 128 ASCII characters if the lengths are R2's.
+    """Return the commitment: 128 ASCII characters if the parts are as long as R2's.
 
-    ``any_length``: the store is known to all peers, so a commitment may have only the keys.
+    ``any_length``: all peers know the store, so a commitment may have only the keys.
 
     Raises CommitmentError naming the part whose length is wrong.
     """
@@ -61,18 +60,18 @@ def build_commitment(credentials: BucketCredentials, *, any_length: bool = False
 
 
 def parse_commitment(text: str, *, any_length: bool = False) -> BucketCredentials:
-    """Read a commitment; the form of only keys needs ``any_length``.
+    """Parse a commitment; the form with only the keys needs ``any_length``.
 
     Raises CommitmentError for any other text.
     """
-    # The length comes first, since the text comes from somebody else and may have any size.
-    # The form without lengths has a space, the other has none.
+    # Check the length first, since the text comes from somebody else and may have any size. Only
+    # the form with keys of any length has a space.
     if any_length and len(text) <= LONGEST and " " in text:
         keys = text.split(" ")
         if len(keys) != 2 or not all(0 < len(k) <= LONGEST_KEY and _visible_ascii(k) for k in keys):
             raise CommitmentError("the commitment is not two keys with one space between them")
         return BucketCredentials("", *keys)
-    # Only the length tells where a part ends, since there is no separator.
+    # There is no separator, so only the lengths tell where a part ends.
     if len(text) != LENGTH:
         raise CommitmentError(f"a commitment has {LENGTH} characters, this one has {len(text)}")
     if not _visible_ascii(text):
@@ -97,7 +96,7 @@ def with_rules(
     trainable: Sequence[str] | None,
     settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return ``config`` with what a network's file says of its model; readers follow that."""
+    """Return ``config`` with the network file's model settings added, which readers follow."""
     rules: dict[str, Any] = {} if kind is None else {"kind": kind}
     rules |= {} if trainable is None else {"trainable": [*trainable]}
     rules |= {} if settings is None else {"settings": {**settings}}
@@ -105,20 +104,20 @@ def with_rules(
 
 
 def config_bytes(config: Mapping[str, Any]) -> bytes:
-    """Return a ``config.json``, the same bytes on all machines."""
+    """Return a ``config.json`` that is byte-identical on all machines."""
     return json.dumps(config, indent=4, sort_keys=True).encode()
 
 
 def parse_config(data: bytes | str) -> dict[str, Any]:
-    """Return a ``config.json``. Raises MetadataError if it is too large, or no object."""
-    # Compare the size before parsing, since parsed JSON takes many times its size in memory.
+    """Parse a ``config.json``. Raises MetadataError if it is too large or not a JSON object."""
+    # Check the size before parsing, since parsed JSON takes many times its size in memory.
     if len(data) > MAX_CONFIG_BYTES:
         raise MetadataError(
             f"config.json: {len(data)} bytes are more than the {MAX_CONFIG_BYTES} allowed"
         )
     try:
         raw = json.loads(data)
-    # Some thousand brackets in a row raise RecursionError.
+    # Thousands of nested brackets raise RecursionError.
     except (ValueError, RecursionError) as error:
         raise MetadataError(f"config.json is not JSON: {error}") from None
     if not isinstance(raw, dict):

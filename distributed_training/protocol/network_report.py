@@ -1,26 +1,26 @@
-"""Report how a network does, and give the one verdict that all readers show.
+"""Report how a network is doing, and give the one verdict that all readers show.
 
-The registry keeps the newest report of the founder's validator and shows it. The validator's own
-dashboard and metrics show the same. Times in it are ages in seconds, so no two clocks are compared.
-All sizes are bounded. The verdict follows from what the validator has seen, never from what a
+The registry keeps and shows the newest report from the founder's validator. The validator's own
+dashboard and metrics show the same. Times in a report are ages in seconds, so no clocks have to be
+compared. All sizes are bounded. The verdict depends on what the validator has seen, never on what a
 member says about itself.
 
-The verdict is the first of these that holds:
+The verdict is the first of these that applies:
 
 - *not yet begun* (idle): there was never a report.
 - *finished* (idle): a [stop] of the network's file is reached.
 - *stopped* (idle): the validator was asked to stop.
-- *waiting for the validator* (wait): its next report is overdue. But the reader has not yet
-  listened for as long as it may take.
+- *waiting for the validator* (wait): its next report is overdue, but the reader has not yet
+  listened as long as a report may take.
 - *validator silent* (bad): its next report is overdue.
-- *held up* (bad): the validator says what keeps it from work.
-- *starting* (wait): it has not asked its members yet.
-- *waiting for members* (wait): fewer sent an upload for the last close than a round takes.
-- *gate* (bad): no half of the last uploads passed the held-out text.
-- *rounds fail* (bad): the last two rounds or more failed otherwise.
-- *last round failed* (wait): one did.
-- *first round to come* (wait): no round was good yet.
-- *training* (good): none of them holds.
+- *held up* (bad): the validator says what keeps it from working.
+- *starting* (wait): the validator has not asked its members yet.
+- *waiting for members* (wait): fewer members than a round needs sent an upload for the last close.
+- *gate* (bad): fewer than half of the last uploads passed the held-out test.
+- *rounds fail* (bad): at least the last two rounds failed for other reasons.
+- *last round failed* (wait): only the last round failed.
+- *first round to come* (wait): no round has succeeded yet.
+- *training* (good): none of the above applies.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from .lines import counted
 
 MOST_ROUNDS = 20
 MOST_DOMAINS = 16
-# Members with a cause; with more the report would be longer than a registry accepts.
+# Members whose cause is given; with more, the report would be larger than a registry accepts.
 MOST_CAUSES = 256
 LONGEST_CAUSE = 120  # characters
 LONGEST_TEXT = 300
-GATE = "GATE"  # fault of a close at which less than half of the uploads passed the held-out test
+GATE = "GATE"  # fault of a close at which fewer than half of the uploads passed the held-out test
 TOO_FEW = "TOO_FEW"  # fault of a close with too few accepted uploads
-_NAMED = 5  # members that one sentence names
+_NAMED = 5  # members named in one sentence
 _FAULTS = {
     GATE: "no half of the uploads passes the held-out text, so the close has moved",
     TOO_FEW: "too few uploads could be merged, so the close has moved",
@@ -68,43 +68,43 @@ class MemberReport(NamedTuple):
 
 
 class RoundReport(NamedTuple):
-    """A round."""
+    """A round, as the validator saw it."""
 
-    outer_step: Whole  # the outer step that the round was to end
-    ended: Whole  # how long ago
+    outer_step: Whole  # the outer step that the round should have ended
+    ended: Whole  # how long ago it ended, in seconds
     seconds: Figure  # how long it took
     participants: Annotated[tuple[Uid, ...], Field(max_length=64)] = ()
     tokens: Whole = 0  # tokens on which its participants had trained
-    # GATE, TOO_FEW, or nothing after a good one
+    # GATE, TOO_FEW, or empty after a good round
     fault: Annotated[str, Field(pattern="^[A-Za-z_]{0,32}$")] = ""
     detail: Text = ""
 
 
 @dataclass(frozen=True)
 class NetworkReport:
-    """See the module."""
+    """The validator's report on its network; see the module."""
 
     phase: Literal["starting", "waiting", "round", "finished", "stopped"]
     outer_step: Annotated[int, Field(ge=0, le=10**9)]
     loss: Figure  # mean loss on all held-out text
-    # Loss on each held-out text, by its name, in nats per token
+    # name of a held-out text -> loss on it, in nats per token
     losses: Annotated[
         Mapping[Annotated[str, Field(max_length=100)], Figure], Field(max_length=MOST_DOMAINS)
     ]
-    next_report: Figure  # seconds until the next report, at most
-    next_round: Figure | None = None  # seconds until the next round, at most
+    next_report: Figure  # longest time until the next report, in seconds
+    next_round: Figure | None = None  # longest time until the next round, in seconds
     least: Annotated[int, Field(ge=1, le=4096)] = 1  # how many miners a round needs
     good_rounds: Whole = 0
     failed_rounds: Whole = 0  # failed rounds since the last good one
     tokens: Whole = 0  # tokens of all good rounds
     tokens_per_second: Figure | None = None  # tokens per second between the last two outer steps
-    reason: Text = ""  # why the validator stopped, or what keeps it from work
+    reason: Text = ""  # why the validator stopped, or what keeps it from working
     rounds: Annotated[tuple[RoundReport, ...], Field(max_length=MOST_ROUNDS)] = ()
     members: Annotated[tuple[MemberReport, ...], Field(max_length=4096)] = field(default=())
 
     @property
     def alive(self) -> int:
-        """Members that sent an upload for the last close."""
+        """How many members sent an upload for the last close."""
         return sum(member.answer == "alive" for member in self.members)
 
 
@@ -113,20 +113,20 @@ class NetworkVerdict(NamedTuple):
 
     word: str
     words: str
-    # What an operator does: nothing, wait, act; idle: nothing runs.
+    # good: nothing to do; wait: an operator should wait; bad: should act; idle: nothing runs.
     kind: Literal["good", "wait", "bad", "idle"]
 
 
 def judge_network(
     report: NetworkReport | None, received: float, *, age: float = 0.0, listened: float = 0.0
 ) -> NetworkVerdict:
-    """Return the verdict on a network by its last report.
+    """Return the verdict on a network, based on its last report.
 
     Args:
-        report: None: there was never one.
-        received: When, in seconds since the epoch; only the words need it.
-        age: Seconds since then.
-        listened: Seconds for which the reader could have received one.
+        report: The last report, or None if there was never one.
+        received: When it arrived, in seconds since the epoch; used only in the text.
+        age: Seconds since it arrived.
+        listened: Seconds for which the reader could have received a report.
     """
     if report is None:
         return NetworkVerdict("not yet begun", "its validator has not reported yet", "idle")
@@ -173,7 +173,7 @@ def judge_network(
 
 
 def _missing(report: NetworkReport) -> str:
-    """Return in words for which members the network waits, and why."""
+    """Say which members the network is waiting for, and why."""
     if not report.members:
         return "no miner has joined yet"
     sentence = f"a round takes {report.least}, and {report.alive} of {len(report.members)} answer"
@@ -188,24 +188,24 @@ def _missing(report: NetworkReport) -> str:
 
 
 def _cause(report: NetworkReport) -> str:
-    """Return in words why the last round failed."""
+    """Say why the last round failed."""
     last = report.rounds[-1] if report.rounds else None
     cause = describe_fault(last.fault if last else "")
     return f"{cause} ({last.detail})" if last and last.detail else cause
 
 
 def describe_fault(fault: str) -> str:
-    """Return in words why a round failed, by the name in its report."""
+    """Say why a round failed, given the name of the fault in its report."""
     return _FAULTS.get(fault, "the cause is not known here")
 
 
 def moment(seconds: float) -> str:
-    """Return a time of the epoch as people read it."""
+    """Return a time, in seconds since the epoch, in readable form."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
 def span(seconds: float) -> str:
-    """Return a length of time as people read it."""
+    """Return a duration in seconds in readable form."""
     whole = max(0, round(seconds))
     if whole < 120:
         return f"{whole} s"
@@ -217,9 +217,9 @@ def span(seconds: float) -> str:
 
 
 def printable(text: str, most: int) -> str:
-    """Return ``text`` as one line of ASCII of at most ``most`` characters.
+    """Return ``text`` as one line of ASCII with at most ``most`` characters.
 
-    Any other character may be six bytes long in JSON, and text of others is bounded in bytes.
+    Any other character may take six bytes in JSON, and text from other peers is limited in bytes.
     """
     line = "".join(c if " " <= c <= "~" else "?" for c in " ".join(text.split()))
     return line if len(line) <= most else f"{line[: most - 3]}..."

@@ -1,13 +1,13 @@
 """Draw the pages of text that each member trains on (protocol page, section 3).
 
-All pages of the data are numbered and shuffled by a keyed permutation. Its first ones are held out:
-nobody trains on them. In each outer step a member has an order of its own for all the others, which
-follows from the run, its uid and the outer step. It counts its pages from 0 in this order, so it
-sees no page twice in an outer step before it has seen all of them. An upload names the first and
-the last count that it was trained on.
+All pages of the data are numbered and shuffled by a keyed permutation. The first pages of it are
+held out: nobody trains on them. In each outer step, a member has its own order for all other pages,
+which depends on the run, its uid and the outer step. The member counts its pages from 0 in this
+order, so it sees no page twice in an outer step before it has seen all of them. An upload names the
+first and the last page, by this count, that it was trained on.
 
-A *block* of text begins at one of these pages. Its number is one integer, so that ranks can pass it
-on; 0 is none.
+A *block* of text begins at one of these pages. Its number is a single integer, so that ranks can
+pass it on; 0 means no block.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-SPLIT = "train"  # every page is of this split
+SPLIT = "train"  # all pages belong to this split
 HELD_OUT_PAGES = 32  # held-out pages, if the network's file does not say how many
-JUDGED_PAGES = 8  # pages in a row that are judged, out of those that an upload names
-# Sequences that are judged, by the domains' weights, if members have their own text.
+JUDGED_PAGES = 8  # consecutive pages that are judged, out of the pages that an upload names
+# Sequences that are judged, split by the domains' weights, if members have their own text.
 JUDGED_OF_DOMAINS = 64
-SMALLEST_CONFIG = 102  # rows; some sources do not list smaller ones
+SMALLEST_CONFIG = 102  # rows; some sources do not list smaller configs
 _ROUNDS = 8  # rounds of the Feistel network
 MOST_PAGES = 1 << 32  # pages of a member in an outer step
 
@@ -32,30 +32,30 @@ def block_at(outer_step: int, page: int) -> int:
     """Return the number of the block that begins at a page of an outer step.
 
     Args:
-        outer_step: From 0 on.
-        page: Counted by the member in that outer step, from 0 on.
+        outer_step: The outer step, at least 0.
+        page: The page's number in the member's order for that outer step, at least 0.
     """
     return outer_step * MOST_PAGES + page + 1
 
 
 def place_of(block: int) -> tuple[int, int]:
-    """Return outer step and first page of a block.
+    """Return the outer step and the first page of a block.
 
     Args:
-        block: Its number, above 0.
+        block: The block's number, above 0.
     """
     return divmod(block - 1, MOST_PAGES)
 
 
 @dataclass(frozen=True)
 class PageDraw:
-    """The rule by which a network draws the pages of each member.
+    """The rule by which a network draws each member's pages.
 
     Args:
         run_id: Id of the run.
         key: Names the network. It is the same in all versions of its file, so held-out pages stay
             held out.
-        rows_per_page: Rows of a page. Fewer rows at the end of a config are never read.
+        rows_per_page: Rows per page. An incomplete page at the end of a config is never read.
         held_out_pages: Pages that nobody trains on.
 
     Examples:
@@ -78,11 +78,11 @@ class PageDraw:
         """Return ``count`` pages of a member in an outer step, from number ``first`` on.
 
         Args:
-            uid: The member's, at least 0.
-            outer_step: At least 0.
-            first: Number of the first page, from 0. Beyond the last page of the data it begins
-                again at the first.
-            count: How many pages.
+            uid: The member's uid, at least 0.
+            outer_step: The outer step, at least 0.
+            first: Number of the first page, from 0. After the last page of the data, the order
+                starts again from its first page.
+            count: How many pages to return.
             num_rows: Row count of each config of the dataset, in any order.
 
         Raises:
@@ -139,19 +139,19 @@ class PageDraw:
 def permuted(place: int, count: int, *, key: str) -> int:
     """Return the value at ``place`` of the permutation of ``range(count)`` that ``key`` names.
 
-    A Feistel network over SHA-256 permutes the least square of a power of two that holds
-    ``count``. A result beyond ``count`` is permuted again until it is below.
+    A Feistel network over SHA-256 permutes the numbers below a power of four: 4, 16 or the first
+    that is at least ``count``. A result that is not below ``count`` is permuted again until it is.
 
     Args:
         place: Position in the permutation, ``0 <= place < count``.
         count: How many values there are.
-        key: Any text; another key gives another permutation.
+        key: Any text; a different key gives a different permutation.
 
     Examples:
         >>> sorted(permuted(place, 5, key="lab") for place in range(5))
         [0, 1, 2, 3, 4]
     """
-    half = -(-max(1, (count - 1).bit_length()) // 2)  # bits of the half
+    half = -(-max(1, (count - 1).bit_length()) // 2)  # bits in each half
     while True:
         left, right = divmod(place, 1 << half)
         for number in range(_ROUNDS):

@@ -1,17 +1,17 @@
 """Score members as the network's validator does.
 
-A validator measures how much each upload lowers the loss on two kinds of pages: random ones, the
-same for all uploads of a close, and those that its upload names of the pages assigned to that
-member. ``random`` is a Plackett-Luce rating over the relative improvements on the random pages: who
-ranks above others gains from them, and more from those that are rated higher (Weng and Lin 2011, by
-openskill 6.1.3).
-``assigned`` is a moving average of "improved more on the assigned pages than on the random ones",
-so training on other data lowers it. Their product, floored at 0, is the train score; the total adds
-the participation in the outer step, each normalised over all uids.
+A validator measures how much each upload lowers the loss on two kinds of pages: random pages, the
+same for all uploads of a close, and assigned pages, which the upload names among those that its
+member was assigned. ``random`` is a Plackett-Luce rating over the relative improvements on the
+random pages: a uid that ranks above others gains rating from them, and more from those with higher
+ratings (Weng and Lin 2011, computed by openskill 6.1.3). ``assigned`` is a moving average of
+"improved more on the assigned pages than on the random ones", so training on other data lowers it.
+The train score is their product, but at least 0. The total adds the participation in the outer
+step; both are normalised over all uids.
 
 A *reset* (an upload that was refused) is an improvement of exactly 0. openskill 6.1.3 replaces a
-score of exactly 0.0 by the team's index in the list, so a reset uid usually ranks below uids that
-did harm. The public network's validators did this, so it is kept.
+score of exactly 0.0 by the team's index in the list, so a reset uid usually ranks below uids whose
+uploads did harm. The public network's validators behaved this way, so it is kept.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from .pages import block_at
 
 
 def random_block(draw: Random) -> int:
-    """Return a block of text that nobody trains on: of an outer step that no network reaches.
+    """Return a block from an outer step that no network reaches, so that nobody trains on it.
 
     Args:
-        draw: Whoever knows what it draws could train on that text.
+        draw: The random generator. Whoever can predict it could train on that text.
     """
     return block_at(draw.randrange(1 << 20, 1 << 30), 0)
 
 
 # --- scores -------------------------------------------------------------------------------------
 
-# Losses (before, after) that count as no gain, as for an invalid upload.
+# Losses (before, after) that count as no improvement, used for an invalid upload.
 RESET = (0.0, 0.0)
 EMA_ALPHA = 0.6  # weight of the newest total in the published score
 ASSIGNED_ALPHA = 0.05  # weight of the newest comparison in the assigned score
-TRAIN_WEIGHT = 0.75  # weight of training in the total; participation in the outer step has the rest
+TRAIN_WEIGHT = 0.75  # weight of the train score in the total; participation has the rest
 
 
 def relative_improvement(before: float, after: float) -> float:
-    """Return (before - after) / before; 0 when ``before`` is 0, as in a reset only.
+    """Return (before - after) / before, or 0 if ``before`` is 0, which only a reset has.
 
     Args:
-        before: Loss without the upload, nats per token.
-        after: Loss with it.
+        before: Loss without the upload, in nats per token.
+        after: Loss with the upload.
     """
     return (before - after) / before if before else 0.0
 
 
 class ScoreBoard:
-    """Scores of a fixed set of uids, as one validator keeps them.
+    """One validator's scores of a set of uids.
 
     A rating's mu starts at 25, its sigma at 25/3.
 
@@ -70,10 +70,10 @@ class ScoreBoard:
     """
 
     def __init__(self, uids: Iterable[int]) -> None:
-        from openskill.models import PlackettLuce  # imported here, since a miner computes no scores
+        from openskill.models import PlackettLuce  # not at the top: miners compute no scores
 
         self._model = PlackettLuce(beta=7, tau=0.1)
-        #: False if the text that members are assigned is not known, so that only the rating counts.
+        #: False if the members' assigned text is unknown, so that only the rating counts.
         self.assigned_counts = True
         self._ratings: dict[int, Any] = {}
         self._assigned: dict[int, float] = {}
@@ -82,11 +82,11 @@ class ScoreBoard:
 
     @property
     def uids(self) -> tuple[int, ...]:
-        """Uids on the board, in the order in which they came."""
+        """Uids on the board, in the order in which they were added."""
         return tuple(self._ratings)
 
     def add(self, uid: int) -> None:
-        """Start the scores of ``uid`` again: it is new, or another hotkey registered it.
+        """Reset the scores of ``uid``: it is new, or now belongs to another hotkey.
 
         Args:
             uid: The uid, on the board or not.
@@ -101,24 +101,24 @@ class ScoreBoard:
         *,
         unknown: Collection[int] = (),
     ) -> None:
-        """Change ratings and assigned scores by the evaluations of one close.
+        """Update ratings and assigned scores with the evaluations of one close.
 
         The order of ``random`` matters if an improvement is exactly 0 (module docstring). With
-        fewer than two uids there is nobody to compare with and ratings stay as they are. A uid that
-        is only in ``random`` counts as reset in ``assigned``.
+        fewer than two uids there is nothing to compare, and ratings stay unchanged. A uid that is
+        only in ``random`` counts as reset in ``assigned``.
 
         Args:
             random: ``(loss before, loss after)`` of each uid on the random pages, in nats per
                 token; ``RESET`` for an upload that could not be judged.
             assigned: The same on the pages assigned to that uid.
-            unknown: Uids whose assigned pages could not be measured: their average stays.
+            unknown: Uids whose assigned pages could not be measured: their average is unchanged.
 
         Raises:
             KeyError: For a uid that is not on the board, or only in ``assigned``. Nothing has
                 changed.
             ValueError: For a loss that is not finite. Nothing has changed.
         """
-        # Check all of it before anything changes, or half of a pass would stay in the ratings.
+        # Check everything before anything changes; otherwise half an update could remain.
         for losses in (random, assigned):
             for uid, pair in losses.items():
                 if uid not in self._ratings:
@@ -137,7 +137,7 @@ class ScoreBoard:
         for uid, pair in random.items():
             if uid in unknown:
                 continue
-            # Losses in nats per token. The comparison is strict, since a reset (0 and 0) has to
+            # Losses are in nats per token. The comparison is strict, since a reset (0 and 0) must
             # lower the average.
             before, after = assigned.get(uid, RESET)
             better = before - after > pair[0] - pair[1]
@@ -184,8 +184,8 @@ class ScoreBoard:
     ) -> dict[int, float]:
         """Return the total score of each uid on the board.
 
-        A uid missing from either mapping counts as 0 there. Each sum to normalise by runs over all
-        uids, those of invalid repositories included.
+        A uid missing from a mapping counts as 0 there. The sums used to normalise include all uids,
+        even those whose bucket is invalid.
 
         Args:
             all_reduce: All-reduce score of each uid, at least 0.
@@ -214,11 +214,11 @@ class ScoreBoard:
         """Restore a :meth:`state`, and add its uids to the board.
 
         Args:
-            state: By uid in decimal digits, the numbers ``mu``, ``sigma`` and ``assigned``.
+            state: uid in decimal digits -> the numbers ``mu``, ``sigma`` and ``assigned``.
 
         Raises:
             KeyError: If a number is missing.
-            ValueError: If a uid or a number is none.
+            ValueError: If a uid or another value is not a number.
         """
         for text, entry in state.items():
             uid = int(text)
@@ -229,11 +229,11 @@ class ScoreBoard:
 
 
 def moving_average(previous: float, newest: float, *, alpha: float = EMA_ALPHA) -> float:
-    """Return ``previous`` after one more value, whose weight is ``alpha``.
+    """Return the average after one more value, whose weight is ``alpha``.
 
     Args:
         previous: The average so far.
         newest: The value to add.
-        alpha: Weight of ``newest``, in 0..1. The default is that of the published score.
+        alpha: Weight of ``newest``, in 0..1. The default is the published score's weight.
     """
     return alpha * newest + (1 - alpha) * previous

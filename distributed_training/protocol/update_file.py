@@ -1,17 +1,17 @@
 """Write and read the files of a round through the store (protocol page, section 4).
 
-A member's *upload* holds its pseudo-gradient, and the validator's *update* holds what all members
-subtract from their weights. Both are dense, with the scales and codes of a codec for each row
-(:mod:`~.codecs`). Both are one safetensors file with a signed header.
+A member's *upload* contains its pseudo-gradient, and the validator's *update* contains the values
+that all members subtract from their weights. Both are dense: a codec's scales and codes for each
+row (:mod:`~.codecs`), in one safetensors file with a signed header.
 
-*Rows* of a parameter: a matrix, or a tensor of more dimensions, has its first dimension of them,
-each flattened; a vector or a scalar is one row. So is a matrix of narrow rows, such as an adapter's
-B: a scale for each of its rows would cost as much as their values. A codec sees whole rows, so each
-rank encodes the rows that it holds and writes them at their place (:func:`write_rows`); rank 0
-signs the file when all are there (:func:`finish`). The header is written last, so a file that a
-kill cut short does not count.
+*Rows* of a parameter: a matrix, or a tensor with more dimensions, has one row for each index of its
+first dimension, flattened. A vector or a scalar is one row. So is a matrix with narrow rows, such
+as an adapter's B, since a scale for each of its rows would cost as much as their values. A codec
+encodes whole rows, so each rank encodes its own rows and writes them to their place
+(:func:`write_rows`). Rank 0 signs the file when all rows are written (:func:`finish`). The header
+is written last, so a file that a kill cut short is not valid.
 
-The header's length, and with it the place of each row, is known before anything is encoded: the
+The header's length, and so the place of each row, is known before anything is encoded, because the
 digest of the body and the signature have fixed lengths.
 """
 
@@ -36,10 +36,10 @@ from torch import Tensor
 from .codecs import CODECS, GROUP, SCALE_BYTES, refuse_scales
 from .types import OWN_CODECS, Schema, Sign, Verify
 
-_MOST_LISTED = 10_000  # chain blocks that a header of an edition before 0.3 may list
+_MOST_LISTED = 10_000  # chain blocks that a header written before 0.3 may list
 _LENGTH_BYTES = 8
 _SIGNATURE_BYTES = 64
-_MOST_NUMBER = 2**53 - 1  # the largest number that every JSON reader keeps exact
+_MOST_NUMBER = 2**53 - 1  # the largest integer that every JSON reader keeps exact
 _NAME = re.compile(r"[0-9A-Za-z_.-]{1,64}", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NO_DIGEST, _NO_SIGNATURE = "0" * 64, "0" * 2 * _SIGNATURE_BYTES
@@ -50,17 +50,17 @@ _NARROW = 32  # a matrix whose rows have at most this many values is written as 
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """The fields of a file that its signature covers.
+    """The header fields of a file, which its signature covers.
 
-    ``start``: SHA-256, in hexadecimal digits, of the weights from which the movement counts
-    (:func:`digest_weights`). ``pages``: first and last page of the outer step that it was trained
-    on, or neither; uploads of editions before 0.3 list chain blocks in their place. Raises
-    ValueError for values that no file has.
+    ``start``: SHA-256, in hexadecimal digits, of the weights from which the pseudo-gradient counts
+    (:func:`digest_weights`). ``pages``: the first and the last page of the outer step that the
+    upload was trained on, or neither; uploads from versions before 0.3 list chain blocks instead.
+    Raises ValueError for values that no file can have.
     """
 
     kind: Literal["upload", "update"]
     run_id: str
-    outer_step: int  # the outer step from whose weights it counts
+    outer_step: int  # the outer step whose weights it starts from
     serial: int  # number of the close; 0 in an update
     hotkey: str
     start: str
@@ -90,7 +90,7 @@ def _matches(pattern: re.Pattern[str], value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Part:
-    """One parameter in a file: its rows, and where in the body its scales and codes begin."""
+    """One parameter in a file: its rows, and the offsets of its scales and codes in the body."""
 
     name: str
     rows: int
@@ -124,10 +124,10 @@ class UpdateLayout:
         return cls(schema, header, tuple(parts), codes)
 
     def head(self, body: str, signature: str) -> bytes:
-        """Return the bytes before the body, with the body's digest and the signature in them."""
+        """Return the bytes before the body, including the body's digest and the signature."""
         said = asdict(self.header)
-        # A file names pages as the chain blocks that they replace, and the product's codecs by
-        # their bits.
+        # In a file, pages keep the name of the chain blocks that they replaced, and the product's
+        # codecs are named by their bits.
         said["blocks"] = said.pop("pages")
         if (bits := OWN_CODECS.get(self.header.codec)) is not None:
             del said["codec"]
@@ -146,22 +146,22 @@ class UpdateLayout:
                     "shape": [part.rows, columns],
                 }
         text = _canonical(table).encode()
-        text += b" " * (-len(text) % 8)  # the scales, which are float32, begin at a multiple of 8
+        text += b" " * (-len(text) % 8)  # align the float32 scales to a multiple of 8
         return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
     @functools.cached_property
     def body(self) -> int:
-        """The bytes before the body."""
+        """Number of bytes before the body."""
         return len(self.head(_NO_DIGEST, _NO_SIGNATURE))
 
     @property
     def size(self) -> int:
-        """Bytes of the whole file."""
+        """Size of the whole file in bytes."""
         return self.body + self.body_bytes
 
 
 def rows_and_columns(shape: Sequence[int]) -> tuple[int, int]:
-    """Return how many rows a parameter of ``shape`` has in a file, and values in each."""
+    """Return how many rows a parameter with this ``shape`` has in a file, and how many columns."""
     count = math.prod(shape)
     if len(shape) < 2 or (math.prod(shape[1:]) <= _NARROW and count > GROUP):
         return 1, count
@@ -169,9 +169,9 @@ def rows_and_columns(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def row_chunks(rows: int, columns: int, files: int = 1) -> Iterator[tuple[int, int]]:
-    """Yield ranges of a parameter's rows, first and after the last, each handled at once.
+    """Yield ranges (first, after the last) of a parameter's rows to process at once.
 
-    ``files``: how many files have their rows of a range in memory at once.
+    ``files``: how many files have their rows of a range in memory at the same time.
     """
     step = max(1, _VALUES // max(1, columns * files))
     return ((first, min(first + step, rows)) for first in range(0, rows, step))
@@ -182,7 +182,7 @@ def _canonical(content: Any) -> str:
 
 
 def largest_file(schema: Schema, codec: str) -> int:
-    """Return the most bytes of a file for a model with the parameters of ``schema``."""
+    """Return the largest size in bytes of a file for a model with the parameters ``schema``."""
     return _largest(schema, codec).size
 
 
@@ -204,10 +204,11 @@ def _longest_head(schema: tuple[tuple[str, tuple[int, ...]], ...], codecs: tuple
 
 
 def write_rows(path: Path, layout: UpdateLayout, index: int, first_row: int, rows: Tensor) -> None:
-    """Encode some rows of parameter ``index`` and write them at their place in ``path``.
+    """Encode some rows of parameter ``index`` and write them to their place in ``path``.
 
-    ``rows``: float32 ``(r, columns)`` on any device. Several ranks and threads may write one file;
-    it is made if it is missing. Raises OSError, and ValueError for values that are not finite.
+    ``rows``: float32 ``(r, columns)`` on any device. Several ranks and threads may write to one
+    file; it is created if it does not exist. Raises OSError, and ValueError for values that are not
+    finite.
     """
     part = layout.parts[index]
     if rows.shape[1] != part.columns or first_row + len(rows) > part.rows:
@@ -224,7 +225,7 @@ def write_rows(path: Path, layout: UpdateLayout, index: int, first_row: int, row
             position = layout.body + place + first_row * tensor.shape[1] * tensor.itemsize
             data = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
             while data:
-                # Linux writes at most 2 GiB at once, and less when the disk becomes full.
+                # Linux writes at most 2 GiB at once, and less if the disk is nearly full.
                 written = os.pwrite(handle, data[: 1 << 30], position)
                 data, position = data[written:], position + written
     finally:
@@ -232,10 +233,11 @@ def write_rows(path: Path, layout: UpdateLayout, index: int, first_row: int, row
 
 
 def finish(path: Path, layout: UpdateLayout, sign: Sign) -> None:
-    """Sign the file, durably, once all rows are written.
+    """Sign the file and sync it to the disk, once all rows are written.
 
-    One process calls this once, after the others: sr25519 signs with a random part, so another call
-    makes another file. Raises OSError, and ValueError if rows are missing at its end.
+    Call this only once, in one process, after all others are done: sr25519 signatures are random,
+    so a second call would make a different file. Raises OSError, and ValueError if rows are missing
+    at its end.
     """
     with open(path, "r+b") as file:
         size = file.seek(0, os.SEEK_END)
@@ -261,7 +263,7 @@ def _digest_rest(file: Any) -> str:
 
 
 def _message(layout: UpdateLayout, body: str) -> bytes:
-    """Return the signed text. It covers the header, and through the body's digest the body."""
+    """Return the text to sign. It covers the header and, through its digest, the body."""
     head = layout.head(body, _NO_SIGNATURE)
     return b"update-file 1 " + hashlib.sha256(head).hexdigest().encode()
 
@@ -270,11 +272,11 @@ def _message(layout: UpdateLayout, body: str) -> bytes:
 
 
 class UpdateFile:
-    """A file that was checked, memory-mapped. It may be read by several threads."""
+    """A checked file, memory-mapped. Several threads may read it."""
 
     def __init__(self, path: Path, layout: UpdateLayout) -> None:
         self.path, self.layout = path, layout
-        # Map the file, which keeps no descriptor open: a close may have a thousand uploads.
+        # Map the file, since that keeps no descriptor open: a close may have a thousand uploads.
         self._data = torch.from_file(str(path), size=layout.size, dtype=torch.uint8)
         self._indices = {part.name: index for index, part in enumerate(layout.parts)}
 
@@ -302,13 +304,13 @@ class UpdateFile:
         verify: Verify,
         codec: str | None = None,
     ) -> UpdateFile:
-        """Open and check a file, which may hold any bytes.
+        """Open and check a file, which may contain any bytes.
 
         ``hotkey``: the key that must have signed it: the master's for an update, the member's for
-        an upload. Nothing is allocated for its tensors.
+        an upload. No memory is allocated for its tensors.
 
-        Raises ValueError, in one line, for a file that is not exactly as the protocol page has it,
-        and OSError.
+        Raises OSError, and ValueError, with one line, for a file that is not exactly as the
+        protocol page specifies.
         """
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -337,9 +339,9 @@ class UpdateFile:
 
     @classmethod
     def reopen(cls, path: Path, schema: Schema) -> UpdateFile:
-        """Open a file that this machine has made, or has checked before, as rank 0 does.
+        """Open a file that this machine has written or already checked, as rank 0 does.
 
-        It reads only the header. Raises ValueError, in one line, and OSError.
+        Only the header is read. Raises OSError, and ValueError with one line.
         """
         with open(path, "rb") as file:
             layout, _, _ = _read_head(file, os.fstat(file.fileno()).st_size, schema)
@@ -356,7 +358,7 @@ class UpdateFile:
         return out
 
     def decode(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Return a whole parameter in its ``shape``, float32."""
+        """Return a whole parameter as float32 in its ``shape``."""
         index = self._indices[name]
         return self.rows(index, 0, self.layout.parts[index].rows).view(tuple(shape))
 
@@ -365,13 +367,13 @@ class UpdateFile:
         return raw.view(torch.float32)
 
     def _rows(self, place: int, length: int, first: int, stop: int) -> Tensor:
-        """Return the bytes of some rows, uint8 ``(rows, length)``, that begin at a ``place``."""
+        """Return some rows as bytes, uint8 ``(rows, length)``; row 0 begins at ``place``."""
         begin, end = (self.layout.body + place + row * length for row in (first, stop))
         return self._data[begin:end].view(stop - first, length)
 
 
 def _read_head(file: Any, size: int, schema: Schema) -> tuple[UpdateLayout, str, str]:
-    """Return layout, digest of the body and signature, of a file that has exactly that layout."""
+    """Return layout, body digest and signature of a file, if it has exactly that layout."""
     most = _longest_head(tuple((name, tuple(shape)) for name, shape in schema), tuple(CODECS))
     length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if not 2 <= length <= min(most, size) - _LENGTH_BYTES:
@@ -382,7 +384,7 @@ def _read_head(file: Any, size: int, schema: Schema) -> tuple[UpdateLayout, str,
         body, signature = metadata["body"], metadata["signature"]
         raw = json.loads(metadata["header"])
         if isinstance(raw, dict) and "bits" in raw:
-            raw["codec"] = f"{raw.pop('bits')}-bit"  # the names in the header differ, see head
+            raw["codec"] = f"{raw.pop('bits')}-bit"  # named differently in the file, see head
         if isinstance(raw, dict) and isinstance(raw.get("blocks"), list) and "pages" not in raw:
             raw["pages"] = raw.pop("blocks")
         if not isinstance(raw, dict) or set(raw) != {field.name for field in fields(Header)}:
@@ -405,16 +407,16 @@ def _read_head(file: Any, size: int, schema: Schema) -> tuple[UpdateLayout, str,
 
 
 def digest_rows(rows: Tensor) -> bytes:
-    """Return the SHA-256 of each row, joined: 32 bytes per row.
+    """Return the concatenated SHA-256 digests of the rows: 32 bytes per row.
 
-    ``rows``: float32 ``(r, columns)`` on any device; hashed are their bytes, little-endian.
+    ``rows``: float32 ``(r, columns)`` on any device; their little-endian bytes are hashed.
     """
     raw = rows.detach().cpu().contiguous().view(torch.uint8).numpy()
     return b"".join(hashlib.sha256(row).digest() for row in raw)
 
 
 def digest_rows_of(parameters: Iterable[Tensor]) -> list[bytes]:
-    """Return :func:`digest_rows` of each parameter, by as many threads as torch has."""
+    """Return :func:`digest_rows` of each parameter, computed with as many threads as torch has."""
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         return list(pool.map(digest_rows, parameters))
 
@@ -422,8 +424,8 @@ def digest_rows_of(parameters: Iterable[Tensor]) -> list[bytes]:
 def digest_weights(parts: Iterable[bytes]) -> str:
     """Return the digest of all weights, in hexadecimal digits.
 
-    ``parts``: what :func:`digest_rows` gives for all rows of each parameter, in the schema's order.
-    Ranks digest their own rows; rank 0 joins them.
+    ``parts``: the results of :func:`digest_rows` for all rows of each parameter, in the schema's
+    order. Ranks digest their own rows; rank 0 joins the digests.
     """
     digest = hashlib.sha256()
     for part in parts:

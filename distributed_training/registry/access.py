@@ -1,13 +1,14 @@
 """Decide what each member may read and write in the global bucket, and sign URLs for that.
 
-The store's own key never leaves this machine. A member gets URLs instead, each for one operation on
-one object (:mod:`..store.presigned`): to read anything but ``uploads/``, for an hour, and to write
-its next upload, from the moment at which the network's state names that close until it is over. The
-length and the MD5 of the upload are signed with it, so no other bytes fit, and a close gets URLs
-for one upload of a member only. Times are the store's.
+The store's own key never leaves this machine. Members get URLs instead, each for one operation on
+one object (:mod:`..store.presigned`). A URL to read anything outside ``uploads/`` is valid for an
+hour. A URL to write the next upload is signed once the network's state names that close, and is
+valid until the close is over. It fixes the length and the MD5 of the upload, so no other bytes can
+be sent with it. At each close, a member gets URLs for one upload only. All times follow the store's
+clock.
 
-The state is the master's, read from the bucket and verified. An upload in parts is begun, completed
-and at the next close aborted here, so a member cannot leave any behind.
+The state is read from the bucket, and the master's signature on it is verified. Multipart uploads
+are begun, completed and, at the next close, aborted here, so a member cannot leave any unfinished.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ from .files import ServedFolder
 log = logging.getLogger(__name__)
 
 READ_SECONDS = 3600.0
-AFTER_SECONDS = 600.0  # seconds beyond close and grace in which a slow link may finish its upload
-_LONGEST_SECONDS = 7 * 86400.0  # the longest time for which S3 signs
-_STATE_KEPT = 2.0  # seconds
-# Seconds by which the clocks of this machine and the store may differ without a warning.
+AFTER_SECONDS = 600.0  # seconds after a close and its grace in which a slow upload may still finish
+_LONGEST_SECONDS = 7 * 86400.0  # the longest time for which an S3 URL can be valid
+_STATE_KEPT = 2.0  # seconds for which the state is cached
+# Seconds by which this machine's clock may differ from the store's without a warning.
 _CLOCK_OFF = 5.0
-_HEADER_BYTES = 2**20  # the most bytes of an upload's header
+_HEADER_BYTES = 2**20  # the largest header of an upload, in bytes
 _NAME = "[A-Za-z0-9_][A-Za-z0-9._-]*"
-# Names have no dots or escapes and are not empty, so that the store looks up the very key that was
-# signed.
+# No part of a key is empty, begins with a dot or needs escaping, so the store looks up exactly the
+# key that was signed.
 Key = Annotated[str, Field(pattern=f"^{_NAME}(/{_NAME})*$", max_length=300)]
 Size = Annotated[int, Field(ge=1, le=MOST_PARTS * presigned.PART)]
 Md5 = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
@@ -61,10 +62,11 @@ class StoreAway(ChainError):
 
 
 class Access:
-    """Sign URLs for members with the store's own key. Thread-safe. Close it.
+    """Sign URLs for members with the store's own key. Thread-safe. Close it after use.
 
-    ``store``: the global bucket, opened to write, or its folder. ``largest_upload``: bytes of an
-    upload, but for its header. ``clock``: Unix seconds.
+    ``store``: the global bucket, opened for writing, or the folder that serves as the bucket.
+    ``largest_upload``: the largest size of an upload in bytes, without its header. ``clock``:
+    returns the Unix time in seconds.
     """
 
     def __init__(
@@ -80,11 +82,12 @@ class Access:
         self._largest = largest_upload + _HEADER_BYTES
         self._clock = clock
         self._may_warn = Throttle(60.0)
-        self._state: tuple[float, State] | None = None  # the time of reading, and the state
+        self._state: tuple[float, State] | None = None  # when it was read, and the state
         self._ahead = 0.0  # the store's clock minus ours, in seconds
-        self._swept: tuple[int, int] | None = None  # the close before which nothing is left
-        # uid -> the close and the digest of the upload for which it got URLs. Memory is enough,
-        # because URLs for two uploads take a restart between two grants, and no upload before it.
+        self._swept: tuple[int, int] | None = None  # the close of the last :meth:`_abort_earlier`
+        # uid -> the close, and the digest of the upload for which this member got URLs. Memory is
+        # enough: for URLs to two different uploads, a member would need a restart between two
+        # grants, and must not have uploaded before it.
         self._chosen: dict[int, tuple[tuple[int, int], str]] = {}
 
     def close(self) -> None:
@@ -98,18 +101,19 @@ class Access:
         size: Size = 1,
         md5: Annotated[tuple[Md5, ...], Field(max_length=MOST_PARTS)] = (),
     ) -> dict[str, Any]:
-        """Return a :class:`~..store.presigned.Grant` for the member with ``uid``.
+        """Return a :class:`~..store.presigned.Grant`, as a dict, for the member with ``uid``.
 
-        ``do``: "read"; "look", at one's own upload; "write" and "complete" it, of ``size`` bytes
-        with the MD5 of each part. Raises ChainError with the reason, StoreAway.
+        ``do``: "read" an object, "look" at the member's own upload, or "write" or "complete" that
+        upload. ``size``: the upload's size in bytes. ``md5``: the MD5 of each of its parts. Raises
+        ChainError with the reason, or StoreAway.
         """
         try:
             return asdict(self._grant(uid, do, key, size, md5))
         except StoreError as error:
             # Warn here, since members can do nothing about the store's key.
             if self._may_warn("store"):
-                log.warning("Members get no access to the store (%s), so none can upload", error)
-            if isinstance(error, AccessDeniedError):  # only the owner of the key can do something
+                log.warning("Members cannot access the store (%s), so nobody can upload", error)
+            if isinstance(error, AccessDeniedError):  # only the key's owner can fix this
                 raise StoreAway(
                     "access: the store refuses the registry's own requests, so nobody can upload "
                     "now: ask the founder, whose registry logs the cause"
@@ -120,7 +124,7 @@ class Access:
         if do == "read":
             if key.startswith(UPLOADS):
                 raise ChainError(
-                    f"access: {key} is read only by the validator; what it merged lies in outer/"
+                    f"access: only the validator may read {key}; merged updates are in outer/"
                 )
             reads = ("get_object", "head_object")
             urls = {name: self._store.presign(name, key, READ_SECONDS) for name in reads}
@@ -128,7 +132,7 @@ class Access:
         place = keys.parse_upload_key(key)
         if place is None or place[0] != uid:
             raise ChainError(
-                f"access: {key} is no upload of uid {uid}, and a member writes nothing else"
+                f"access: {key} is not an upload of uid {uid}, and members may write nothing else"
             )
         if do == "look":
             return Grant(info=self._store.head(key))
@@ -136,7 +140,7 @@ class Access:
         close = state.outer_step, state.serial
         if place[1:] != close:
             raise ChainError(
-                f"access: {key} is for another close than the next one (outer step {close[0]}, "
+                f"access: {key} is for another close, not the next (outer step {close[0]}, "
                 f"serial {close[1]}), so it would not be merged"
             )
         left = state.closes_at + state.grace + AFTER_SECONDS - (self._clock() + self._ahead)
@@ -146,20 +150,20 @@ class Access:
             )
         if size > self._largest:
             raise ChainError(
-                f"access: an upload of {size} bytes is larger than any of this model "
+                f"access: an upload of {size} bytes is larger than any upload of this model can be "
                 f"({self._largest}), so nothing may be written"
             )
         if len(md5) != -(-size // presigned.PART):
-            raise ChainError(f"access: {size} bytes have another number of parts than {len(md5)}")
+            raise ChainError(f"access: an upload of {size} bytes does not have {len(md5)} parts")
         if self._store.head(key) is not None:
-            raise ChainError(f"access: {key} is there, and nobody may replace it")
+            raise ChainError(f"access: {key} already exists, and nobody may replace it")
         digest = hashlib.sha256(repr((size, md5)).encode()).hexdigest()
-        # Two URLs for two contents would let a member change its upload as often as it likes.
+        # URLs for two different contents would let a member change its upload at will.
         if self._chosen.setdefault(uid, (close, digest)) != (close, digest):
             if self._chosen[uid][0] == close:
-                raise ChainError(f"access: another file was granted as {key}, and the first counts")
+                raise ChainError(f"access: another file was granted as {key}, and only that counts")
             self._chosen[uid] = close, digest
-        if self._largest > presigned.PART:  # otherwise no upload has parts
+        if self._largest > presigned.PART:  # otherwise no upload is multipart
             self._abort_earlier(close)
         left = min(left, _LONGEST_SECONDS)
         if len(md5) == 1:
@@ -175,7 +179,7 @@ class Access:
         store = self._store
         began = [found for found in store.list_multiparts(key) if found.key == key]
         if not began and complete:
-            raise ChainError(f"access: the parts of {key} were aborted, or never begun")
+            raise ChainError(f"access: the upload of {key} was aborted, or never begun")
         upload_id = began[-1].upload_id if began else store.create_multipart(key)
         parts = store.list_parts(key, upload_id) if began else []
         sizes = [min(presigned.PART, size - at) for at in range(0, size, presigned.PART)]
@@ -183,8 +187,8 @@ class Access:
         held = {
             part.number: part
             for part in parts
-            # An etag that is not an MD5 says nothing. The store compared the MD5 when the part
-            # arrived.
+            # An etag that is not an MD5 cannot be compared, but the store checked the MD5 when the
+            # part arrived.
             if (length_and_md5 := wanted.get(part.number)) is not None
             and part.size == length_and_md5[0]
             and (not is_md5(part.etag) or same_etag(part.etag, length_and_md5[1]))
@@ -210,7 +214,7 @@ class Access:
         return Grant(urls, left, upload_id)
 
     def _read_state(self) -> State:
-        """Return the network's state, at most some seconds old. Raises StoreError, StoreAway."""
+        """Return the network's state, a few seconds old at most. Raises StoreError, StoreAway."""
         known = self._state
         if known is not None and time.monotonic() - known[0] < _STATE_KEPT:
             return known[1]
@@ -218,7 +222,7 @@ class Access:
         try:
             data = self._store.get(keys.STATE, limit=State.most_bytes)
             if data is None and newest is None:
-                raise StoreAway("access: the network has no state yet: its validator never ran")
+                raise StoreAway("access: the network has no state yet: its validator has never run")
             if data is None:
                 raise ValueError(f"{keys.STATE} is missing")
             state = State.parse(data, self._master)
@@ -226,22 +230,22 @@ class Access:
             if newest is not None and age < (newest.serial, newest.written_at):
                 raise ValueError(f"{keys.STATE} is older than one seen before")
         except (IntegrityError, ValueError) as error:
-            if self._may_warn("state"):  # otherwise each request would add a line
+            if self._may_warn("state"):  # otherwise each request would log a line
                 log.warning(
-                    "The state in the bucket is refused (%s), so %s: see what the validator says, "
-                    "and change the store's key if it wrote another",
+                    "The state in the bucket is refused (%s), so %s: look at the validator's log, "
+                    "and replace the store's key if the validator wrote another state",
                     error,
-                    "nobody may upload" if newest is None else "members upload by the one before",
+                    "nobody may upload" if newest is None else "the previous state stays in force",
                 )
             if newest is None:
                 raise StoreAway(f"access: {error}") from None
             state = newest
-        if info is not None:  # go by the store's clock
+        if info is not None:  # follow the store's clock
             self._ahead = info.modified + (info.age_seconds or 0.0) - self._clock()
             if abs(self._ahead) > _CLOCK_OFF and not info.cached and self._may_warn("clock"):
                 log.warning(
-                    "This machine's clock is %.0f s %s the store's. Members get access by the "
-                    "store's; set ours, or signatures are refused (timedatectl set-ntp true)",
+                    "This machine's clock is %.0f s %s the store's, which decides when members may "
+                    "upload. Set it, or signatures will be refused (timedatectl set-ntp true)",
                     abs(self._ahead),
                     "behind" if self._ahead > 0 else "ahead of",
                 )
@@ -249,7 +253,7 @@ class Access:
         return state
 
     def _abort_earlier(self, close: tuple[int, int]) -> None:
-        """Abort unfinished uploads in parts of closes other than ``close``, once for each."""
+        """Abort unfinished multipart uploads for closes other than ``close``, once per close."""
         if self._swept == close:
             return
         for found in self._store.list_multiparts(UPLOADS):  # no retries, because a caller waits

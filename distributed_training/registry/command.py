@@ -1,12 +1,12 @@
-"""The registry's commands of ``dt-network``: serve it, and administer its members.
+"""Run the registry commands of ``dt-network``: serve a registry, and administer its members.
 
-dt-network serve --folder F --network FILE     create it, or continue with it
+dt-network serve --folder F --network FILE     create a registry, or continue with an existing one
 dt-network invite --network FILE --uses 3      print an invitation
-dt-network allow --url URL HOTKEY...           list hotkeys
-dt-network expel --url URL HOTKEY...           shut them out
+dt-network allow --url URL HOTKEY...           let hotkeys register
+dt-network expel --url URL HOTKEY...           shut hotkeys out
 dt-network members --url URL                   list the members
-dt-network backup --folder F FILE              while it serves
-dt-network restore --folder F FILE             while it does not
+dt-network backup --folder F FILE              copy a registry while it is served
+dt-network restore --folder F FILE             restore a registry while it is not served
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Rules that a registry keeps for good, by the names that its charter has for them.
+#: Rules that a registry can never change: their names in its charter -> in the network's file.
 FIXED = {"name": "name", "master": "chain.master_hotkey", "most_uids": "limits.max_uids"}
-_FOLLOWS = 15.0  # seconds in which a registry begins to serve a new version
-#: Rules that a registry reads at its start only.
+_FOLLOWS = 15.0  # seconds within which a registry starts to serve a new version
+#: Rules that a registry reads only when it starts.
 _AT_START = ("private", "store.endpoint", "store.region", "store.global_bucket", "store.access")
 _OTHER_FILES = 64  # files that the service opens in addition to its connections
 
 
 def add_commands(commands: Any) -> None:
-    """Add the commands to those of ``dt-network``."""
+    """Add the registry commands to ``dt-network``."""
 
     def made(run: Callable[[argparse.Namespace], None], text: str) -> Callable[..., Any]:
         command = commands.add_parser(run.__name__, help=text)
@@ -86,22 +86,22 @@ def add_commands(commands: Any) -> None:
         "metavar": "HOTKEY",
         "help": "ss58 addresses",
     }
-    add = made(serve, "create a registry, or continue with it")
+    add = made(serve, "create a registry, or continue with an existing one")
     add("--folder", **folder)
-    add("--network", metavar="FILE", help="the network's file or its URL, served to all")
-    of_admission = "who may register; may be changed with a restart [invited]"
+    add("--network", metavar="FILE", help="the network's file or its URL, served to everyone")
+    of_admission = "who may register; can be changed by a restart [invited]"
     add("--admission", choices=("open", "invited", "listed"), help=of_admission)
     add("--host", type=argument(IpAddress), default="127.0.0.1", help="address [127.0.0.1]")
-    of_store = "serve the network's bucket from this folder, in place of an S3 store"
+    of_store = "serve the network's bucket from this folder, instead of an S3 store"
     add("--store", type=argument(File), metavar="FOLDER", help=of_store)
-    add("--port", type=ranged(0, 65535), default=8100, help="[8100] 0: a free one")
-    of_proxy = "address of the TLS proxy in front, whose X-Forwarded-For is believed"
+    add("--port", type=ranged(0, 65535), default=8100, help="[8100] 0: any free port")
+    of_proxy = "address of the TLS proxy in front, whose X-Forwarded-For is trusted"
     add("--proxy", type=argument(IpAddress), help=of_proxy)
-    of_name = "name at which browsers may open the page; several are possible [loopback's]"
+    of_name = "host name under which browsers may open the page; repeatable [loopback's]"
     add("--host-name", action="append", default=[], help=of_name)
-    of_rate = "requests per second and address that are answered [50.0]"
+    of_rate = "requests that are answered per second and address [50.0]"
     add("--requests-per-address", type=ranged(0.1, 1e6), default=50.0, help=of_rate)
-    for run, text in ((backup, "copy it to FILE while it serves"), (restore, "put FILE back")):
+    for run, text in ((backup, "copy it to FILE while it serves"), (restore, "restore from FILE")):
         add = made(run, text)
         add("--folder", **folder)
         add("file", type=argument(File), metavar="FILE", help="the copy")
@@ -113,7 +113,7 @@ def add_commands(commands: Any) -> None:
     add("--days", type=ranged(0.001, 365.0), default=7.0, help="days until it expires [7.0]")
     add("--list", action="store_true", help="print all invitations")
     add("--revoke", metavar="ID", help="revoke the invitation that --list shows under ID")
-    add = of_founder(allow, "list hotkeys that may register")
+    add = of_founder(allow, "put hotkeys on the list of those that may register")
     add("--url", required=True, **url)
     add("hotkeys", **hotkeys)
     add("--remove", action="store_true", help="take them off the list")
@@ -125,7 +125,7 @@ def add_commands(commands: Any) -> None:
 
 
 def parse_serve(words: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments of ``serve``. Ends the program with status 2 and a line."""
+    """Return the arguments of ``serve``. A wrong one ends the program with status 2."""
     parser = Parser(prog="dt-network")
     add_commands(parser.add_subparsers(dest="command"))
     return parser.parse_args(["serve", *words])
@@ -143,7 +143,7 @@ def serve(given: argparse.Namespace) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter(rank=0))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    # Set this up before anything is opened, so that a stop that comes meanwhile still closes it.
+    # Set this up before anything is opened, so that an early stop signal still closes everything.
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -159,10 +159,11 @@ def serve(given: argparse.Namespace) -> None:
         try:
             sock = listen(given.host.strip("[]"), given.port, backlog=1024)
         except OSError as error:
-            # Status 1, since an address may come late after a boot and a port may become free.
+            # Exit with status 1, since a retry may succeed: an address may appear late after a
+            # boot, and a port may become free.
             raise OSError(
                 f"cannot listen on {host}:{given.port} ({error.strerror}), so nothing was started: "
-                "stop what uses the port, or give another --port or --host"
+                "stop what uses the port, or choose another --port or --host"
             ) from None
         limits = Limits(
             requests_per_address=given.requests_per_address,
@@ -183,7 +184,7 @@ def serve(given: argparse.Namespace) -> None:
         port, charter = sock.getsockname()[1], registry.charter
         print(f"registry {charter.name} at http://{host}:{port}")
         print(f"created by {charter.master}; registration: {charter.admission}")
-        # Print the pid, because the log may also have the READY lines of earlier starts.
+        # Print the pid, because the log may also contain READY lines of earlier starts.
         print(f"READY {os.getpid()}", flush=True)
         stop.wait()
 
@@ -191,17 +192,17 @@ def serve(given: argparse.Namespace) -> None:
 class _Followed:
     """The network's file that ``registry`` serves, in its newest signed version.
 
-    ``place``: the file's path or URL; None: there is no file. One at a URL is read at the start
-    only.
+    ``place``: the file's path or URL, or None if there is no file. A file at a URL is read only at
+    the start.
     """
 
     def __init__(self, place: str | None, registry: Registry) -> None:
         self._place, self._registry = place, registry
-        self._seen: object = None  # how the file looked when it was read last
+        self._seen: object = None  # mtime, size and inode of the file when it was last read
         self._network: Network | None = None
 
     def look(self) -> None:
-        """Serve the file as it is now, unless nobody has signed it as the next version."""
+        """Serve the file as it is now. If it is not a valid signed version, keep the last one."""
         if self._place is None:
             return
         path, now = Path(self._place).expanduser(), None
@@ -216,19 +217,19 @@ class _Followed:
         except ConfigError as error:
             if known is None:
                 raise
-            log.info("%s; version %d of it stays served", error, known.head.version)
+            log.info("%s; still serving version %d of the file", error, known.head.version)
             return
         network = config.network
         assert network is not None  # the parser requires it
         if known is not None:
             if network.values["run_id"] != known.values["run_id"]:
-                log.warning("%s is another network's now, so it is not served", path)
+                log.warning("%s now belongs to another network, so it is not served", path)
                 return
             if fixed := [k for k in _AT_START if network.values.get(k) != known.values.get(k)]:
-                log.warning("Restart the registry: it does not use the new %s before", fixed[0])
+                log.warning("Restart the registry: it will not use the new %s until then", fixed[0])
         files = {FILE: network.text}
         for version in sorted(path.parent.glob(f"{VERSIONS}/*.toml")):
-            with suppress(NetworkFileError):  # a new member compares its digest
+            with suppress(NetworkFileError):  # a new member compares the digests
                 files[f"{VERSIONS}/{version.name}"] = read_text(version)
         self._registry.files, self._registry.file_version = files, network.head.version
         self._network = network
@@ -240,10 +241,10 @@ def _check_store(given: argparse.Namespace, config: Config | None) -> None:
     """Raise ConfigError if ``--store`` is a folder that the registry would serve to nobody."""
     if given.store is None or (config is not None and not config.has_bucket):
         return
-    why, remedy = "without --network, so the members' buckets would have no name", "give it too"
+    why, remedy = "needs --network, which names the bucket to serve", "give --network too"
     if config is not None:
-        why = f"and in {given.network} each member has a bucket of its own (store.access)"
-        remedy = "leave it out"
+        why = f"has no use: each member of {given.network} has its own bucket (store.access)"
+        remedy = "leave --store out"
     raise ConfigError(f"--store {why}, so nothing was started: {remedy}")
 
 
@@ -264,8 +265,8 @@ def open_registry(given: argparse.Namespace, config: Config | None) -> Registry:
                 registry.close()
                 raise ConfigError(
                     f"{FIXED[field]} {wanted} in {given.network} differs from the registry in "
-                    f"{given.folder}, created with {has}, so nothing was started: set it back "
-                    "there (dt-network sign), leave --network out, or give another --folder"
+                    f"{given.folder}, created with {has}, so nothing was started: change the file "
+                    "back (dt-network sign), leave --network out, or choose another --folder"
                 )
         if given.admission is not None:
             registry.change_charter(admission=given.admission)
@@ -273,7 +274,7 @@ def open_registry(given: argparse.Namespace, config: Config | None) -> Registry:
     if (mount := late_mount(given.folder)) is not None:
         raise store.StoreFault(
             f"{given.folder} is on {mount} of {FSTAB}, which is not mounted, so a second registry "
-            f"would be created in its place and everybody lose the uid: mount {mount}"
+            f"would be created in its place, and members would lose their uids: mount {mount}"
         )
     if not terms:
         raise ConfigError(
@@ -288,10 +289,10 @@ def open_registry(given: argparse.Namespace, config: Config | None) -> Registry:
 def open_access(
     config: Config, given: argparse.Namespace, master: str
 ) -> tuple[Access, ServedFolder | None]:
-    """Open the global bucket, whose URLs the registry signs for members.
+    """Open the global bucket, for which the registry signs the members' URLs.
 
-    It is in the folder of ``--store``, or at a store whose key R2_WRITE_... of .env is. Raises
-    ConfigError, OSError.
+    The bucket is in the folder ``--store``, or in an S3 store whose key is R2_WRITE_... in .env.
+    Raises ConfigError, OSError.
     """
     from distributed_training.chain.auth import verify_signature
     from distributed_training.protocol.manifest import Master
@@ -308,7 +309,8 @@ def open_access(
         url, secret = config.store.endpoint_url or "", read_secret(given.folder)
         bucket = files = ServedFolder(given.store / name, url=url, secret=secret)
     else:
-        # A caller that waited longer would ask again while its first request still holds a thread.
+        # With longer timeouts, callers would ask again while their first request still occupies a
+        # thread.
         settings = replace(
             config.store,
             connect_timeout=timedelta(seconds=5),
@@ -321,7 +323,7 @@ def open_access(
     signer = Master(config.swarm.run_id, master, verify_signature)
     parameters, codec = network.head.exchanged, config.rounds.codec
     try:
-        # A later version of the network's file may have any of the product's codecs.
+        # Allow for every codec, since a later version of the network's file may choose another.
         largest = largest_upload(parameters, codec)
     except UnknownKindError as error:
         raise no_such_kind(error, key="round.codec") from None
@@ -329,17 +331,17 @@ def open_access(
 
 
 def refuse_old_store(folder: Path) -> None:
-    """Raise ConfigError unless ``folder`` is one of buckets, which the validator writes too."""
+    """Raise ConfigError unless ``folder`` is a folder of buckets, as the validator writes it."""
     if (folder / "swift.conf").exists() or (folder / "credentials.json").exists():
         raise ConfigError(
-            f"{folder} is an object store of the edition before (OpenStack Swift), which this one "
-            "does not read, so nothing was started: copy its bucket with that edition (aws s3 "
+            f"{folder} is an object store of the previous edition (OpenStack Swift), which this "
+            "one cannot read, so nothing was started: copy its bucket with that edition (aws s3 "
             f"sync s3://BUCKET NEW/BUCKET), put NEW in the place of {folder}, and sign the "
             "network's file with store.endpoint = the URL of its registry"
         )
     if not folder.is_dir():
         raise ConfigError(
-            f"there is no {folder}, which holds what members read, so nothing was started: "
+            f"{folder}, from which members would read, does not exist, so nothing was started: "
             "mount its disk, or correct --store"
         )
 
@@ -355,16 +357,16 @@ def restore(given: argparse.Namespace) -> None:
     from distributed_training.registry import store
 
     kept = store.restore(given.file, given.folder)
-    print(f"{given.folder / store.FILE} is {given.file} now")
+    print(f"{given.folder / store.FILE} was restored from {given.file}")
     if kept is not None:
-        print(f"the registry before it is kept as {kept}")
+        print(f"the previous registry is kept as {kept}")
 
 
 # --- its clients ----------------------------------------------------------------------------------
 
 
 def _chain(given: argparse.Namespace) -> AbstractContextManager[RegistryChain]:
-    """Open the registry at ``--url``, by the wallet if the command has one.
+    """Connect to the registry at ``--url``, with the wallet if the command takes one.
 
     Raises ConfigError, ChainError.
     """
@@ -381,22 +383,22 @@ def _chain(given: argparse.Namespace) -> AbstractContextManager[RegistryChain]:
 
 
 def invite(given: argparse.Namespace) -> None:
-    """Print a new invitation, or list or end earlier ones. The registry keeps only hashes.
+    """Print a new invitation, or list or revoke earlier ones. The registry keeps only hashes.
 
-    With the network's file it prints the lines that install, join and start a new member; the first
-    one only if the file names ``software``.
+    With the network's file, it also prints the commands for a new member: to install the software
+    (only if the file names ``software``), to join and to start.
     """
     from distributed_training.registry.store import ID_LENGTH, hash_of
 
-    place = text = software = ""  # text: the file that the registry serves
+    place = text = software = ""  # text: the file that the registry must serve
     if given.network is not None:
         config = load_config("miner", ["--network", given.network], check=False)
         network = config.network
         assert network is not None  # the parser requires it
         if (public := config.chain.registry_url) is None:
             raise ConfigError(
-                f"{given.network} is of a network without a registry, so nobody can be invited: "
-                "who joins registers on its chain"
+                f"{given.network} names no registry, so nobody can be invited: new members "
+                "register on the network's chain"
             )
         public = public.rstrip("/")
         software = network.head.software or ""
@@ -405,12 +407,12 @@ def invite(given: argparse.Namespace) -> None:
         text = "" if hosted else network.text
         place = f"{hosted or f'{public}/{FILE}'}#{network.digest}"
     if given.url is None:
-        raise ConfigError("neither --network nor --url is given, so nobody was asked: give one")
+        raise ConfigError("no registry was named, so no request was sent: give --network or --url")
     with _chain(given) as chain:
         if given.revoke is not None:
             members = chain.revoke(given.revoke)
-            print(f"invitation {given.revoke} lets nobody in any more")
-            print(f"by it came, and stay: {' '.join(members) or 'nobody'}")
+            print(f"invitation {given.revoke} no longer admits anybody")
+            print(f"members that used it, who stay: {' '.join(members) or 'nobody'}")
             return
         if given.list:
             for invitation in chain.invitations():
@@ -428,20 +430,20 @@ def invite(given: argparse.Namespace) -> None:
             if time.monotonic() > ends:
                 raise ConfigError(
                     f"the registry at {given.url} does not serve {given.network} as it is now, so "
-                    "no invitation was made: start it again with --network and this file"
+                    "no invitation was created: restart it with --network and this file"
                 )
             time.sleep(0.5)
         token, expires = secrets.token_urlsafe(24), time.time() + given.days * 86400
-        # Send only the hash, so that nobody can use an invitation from the registry's file or its
-        # backup.
+        # Send only the hash, so that nobody can take a usable invitation from the registry's file
+        # or from a backup of it.
         chain.invite(hash_of(token), uses=given.uses, expires=expires)
     until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(expires))
     print(f"invitation {hash_of(token)[:ID_LENGTH]}, good for {given.uses} until {until}; a secret")
     if place:
         install = f"python3 -m venv .venv && . .venv/bin/activate && pip install '{software}'\n"
-        print("whoever joins runs, in an empty folder:\n")
+        print("the new member runs, in an empty folder:\n")
         print(f"{install if software else ''}dt-join {place}.{token}\ndt-miner")
-    print(f"\nfor the .env of a miner that is set up already:\n\nDT_INVITATION={token}")
+    print(f"\nfor the .env of a miner that is already set up:\n\nDT_INVITATION={token}")
 
 
 def allow(given: argparse.Namespace) -> None:
@@ -455,14 +457,14 @@ def expel(given: argparse.Namespace) -> None:
         for hotkey in given.hotkeys:
             done = chain.expel(hotkey, again=given.again)
             if given.again:
-                print(f"{hotkey} may register again, by another invitation or the list")
+                print(f"{hotkey} may register again, with a new invitation or by the list")
                 continue
             had = "it had no uid" if done["uid"] is None else f"it had uid {done['uid']}"
             print(f"{hotkey} is expelled ({had}), and gets no uid until `expel --again`")
             if done["invitation"]:
-                print(f"the invitation it came by, {done['invitation']}, lets nobody in any more")
+                print(f"the invitation it used, {done['invitation']}, no longer admits anybody")
             if done["others"]:
-                print(f"by the same invitation came, and stay: {' '.join(done['others'])}")
+                print(f"members that used the same one, who stay: {' '.join(done['others'])}")
 
 
 def members(given: argparse.Namespace) -> None:

@@ -2,13 +2,15 @@
 
 It replaces an S3 store: :class:`~.access.Access` asks it for URLs, and a member's own client
 (:mod:`..store.presigned`) uses them. The validator writes into the same folder
-(:mod:`..store.folder`). Each URL is for one method on one object, expires, and bears an HMAC of
-both; a write's URL also bears its length and MD5. An object that is there is not replaced.
+(:mod:`..store.folder`). Each URL is for one method on one object and expires. It carries an HMAC
+over both, over its expiry and, for a write, over the length and the MD5 of the content. An existing
+object is never replaced.
 
-A write goes to a file of its own first, is compared, synced and only then named. The parts of an
-upload share one, next to the bucket, until it is complete, or aborted at the next close. A part is
-synced while the next one arrives, and counts as present only after that. When a registry starts, it
-aborts uploads that are older than seven days.
+A write first goes to a temporary file, which gets its final name only after it is synced and its
+MD5 matches. The parts of a multipart upload share one file, next to the bucket, until the upload is
+completed, or aborted at the next close. Each part is synced while the next one arrives, and counts
+as present only once it is synced. When a registry starts, it aborts uploads that are older than
+seven days.
 """
 
 from __future__ import annotations
@@ -47,13 +49,13 @@ from distributed_training.store.errors import (
 )
 from distributed_training.store.folder import FolderStore, info_of
 
-PREFIX = "/store/"  # beginning of the path of each URL
-SECRET = "store.key"  # file of the key in the registry's folder
-_KEPT = 7 * 86400.0  # seconds for which parts are kept that nobody puts together
-_BEHIND = 2  # parts of an upload that may still be on their way to the disk
+PREFIX = "/store/"  # start of each URL's path
+SECRET = "store.key"  # name of the key's file in the registry's folder
+_KEPT = 7 * 86400.0  # seconds for which the parts of an unfinished upload are kept
+_BEHIND = 2  # parts of an upload that may still be waiting for their sync
 _PIECE = 1024 * 1024  # bytes that are read or written at once
-_SENT = 128 * 1024  # bytes that are sent at once: a socket usually accepts them without a wait
-_WHOLE = "whole"  # file in the folder of an upload in parts, with each part in its place
+_SENT = 128 * 1024  # bytes that are sent at once: a socket usually accepts them without waiting
+_WHOLE = "whole"  # file in a multipart upload's folder that holds each part at its offset
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 _METHODS = {"get_object": "GET", "head_object": "HEAD", "put_object": "PUT", "upload_part": "PUT"}
 _CODES: tuple[tuple[type[StoreError], int, str], ...] = (
@@ -66,7 +68,7 @@ _CODES: tuple[tuple[type[StoreError], int, str], ...] = (
 
 
 class _Answered(Exception):
-    """The request is refused with this status and code of S3's."""
+    """The request is refused with this status and S3 error code."""
 
     def __init__(self, status: int, code: str, text: str) -> None:
         super().__init__(text)
@@ -74,7 +76,7 @@ class _Answered(Exception):
 
 
 def read_secret(folder: Path) -> bytes:
-    """Return the secret of the registry in ``folder``, made if there is none. Raises OSError."""
+    """Return the secret of the registry in ``folder``, or create it. Raises OSError."""
     path = folder / SECRET
     if not path.exists():
         with atomic_file(path, private=True) as file:
@@ -90,7 +92,8 @@ class ServedFolder(FolderStore):
         self._url, self._secret = url.rstrip("/") + PREFIX, secret
         self._uploads = folder.with_name(f".parts-{folder.name}")
         self._uploads.mkdir(parents=True, exist_ok=True)
-        # Upload and number of a part -> its sync to the disk, for which its member does not wait.
+        # (folder of the upload, number of the part) -> the part's sync to the disk, for which the
+        # member does not wait.
         self._syncing: dict[tuple[Path, int], Future[None]] = {}
         self._syncs = ThreadPoolExecutor(4, thread_name_prefix="registry-sync")
         for left in self._uploads.glob("*.new"):  # left by a process that was killed
@@ -102,7 +105,7 @@ class ServedFolder(FolderStore):
     # URLs
 
     def presign(self, operation: str, key: str, seconds: float, **signed: Any) -> str:
-        """Return a URL for one operation on one object; see :meth:`~..store.s3.S3ObjectStore`."""
+        """Return a URL for one operation; see :meth:`~..store.s3.S3ObjectStore.presign`."""
         query = {**signed, "Expires": math.ceil(time.time() + seconds)}
         query["Signature"] = self._sign(_METHODS[operation], key, query)
         return f"{self._url}{quote(key)}?{urlencode(query)}"
@@ -117,10 +120,10 @@ class ServedFolder(FolderStore):
         if not hmac.compare_digest(wanted.encode(), given.get("Signature", "").encode()):
             raise _Answered(403, "SignatureDoesNotMatch", "this URL is for another request")
         if time.time() > int(query["Expires"]):
-            raise _Answered(403, "AccessDenied", "this URL has ended")
+            raise _Answered(403, "AccessDenied", "this URL has expired")
 
     async def answer(self, request: Request, draw: Callable[[], None]) -> Response:
-        """Answer a request to a URL. ``draw``: called if it was not granted here."""
+        """Answer a request. ``draw``: counts it against its caller's rate if its URL is invalid."""
         key, query = request.path_params["key"], dict(request.query_params)
         try:
             try:
@@ -134,7 +137,7 @@ class ServedFolder(FolderStore):
         except _Answered as refused:
             status, code, text = refused.status, refused.code, str(refused)
         except OSError as error:
-            status, code, text = 500, "InternalError", error.strerror or "of the disk"
+            status, code, text = 500, "InternalError", error.strerror or "a disk error"
             if is_full(error):
                 status, code = 507, "InsufficientStorage"
         except StoreError as error:
@@ -151,13 +154,13 @@ class ServedFolder(FolderStore):
         try:
             info = info_of(key, os.fstat(file.fileno()))
             if (wanted := request.headers.get("if-match")) and wanted.strip('"') != info.etag:
-                raise _Answered(412, "PreconditionFailed", "the object is another by now")
+                raise _Answered(412, "PreconditionFailed", "the object has changed")
             start, length, status = 0, info.size, 200
             if found := _RANGE.fullmatch(request.headers.get("range", "")):
                 start, status = int(found[1]), 206
                 length = min(info.size, int(found[2]) + 1) - start
                 if length <= 0:
-                    raise _Answered(416, "InvalidRange", f"it has {info.size} bytes")
+                    raise _Answered(416, "InvalidRange", f"the object has {info.size} bytes")
             file.seek(start)
         except BaseException:
             file.close()
@@ -179,40 +182,40 @@ class ServedFolder(FolderStore):
     async def _write(self, request: Request, key: str, query: Mapping[str, str]) -> Response:
         size, md5 = query["ContentLength"], base64.b64decode(query["ContentMD5"]).hex()
         given = [request.headers.get(name) for name in ("content-length", "content-md5")]
-        if given != [size, query["ContentMD5"]]:  # refuse before the body comes
-            raise _Answered(403, "SignatureDoesNotMatch", f"this URL is for {size} other bytes")
+        if given != [size, query["ContentMD5"]]:  # refuse before the body arrives
+            raise _Answered(403, "SignatureDoesNotMatch", f"this URL is for {size} different bytes")
         if upload := query.get("UploadId"):
             part = PartInfo(int(query["PartNumber"]), int(size), md5)
             return await self._write_part(request, self._upload(key, upload), part)
         target = self._path(key)
-        if target.exists():  # a first look before the body; the rename looks again
-            raise _Answered(412, "PreconditionFailed", "there is one already")
+        if target.exists():  # checked before the body arrives; the rename checks again
+            raise _Answered(412, "PreconditionFailed", "the object already exists")
         temporary = self._uploads / f"{secrets.token_hex(8)}.new"
         try:
             with temporary.open("xb") as file:
                 await self._receive(request, file, md5)
             await asyncio.to_thread(_name, temporary, target)
         except FileExistsError:
-            raise _Answered(412, "PreconditionFailed", "there is one already") from None
+            raise _Answered(412, "PreconditionFailed", "the object already exists") from None
         finally:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
         return Response(headers={"etag": f'"{self._head(key).etag}"'})
 
     async def _write_part(self, request: Request, folder: Path, part: PartInfo) -> Response:
-        """Write a part to its place in the whole, so that nothing is copied at the end."""
+        """Write a part at its offset in the whole file, so that nothing is copied at the end."""
         mark = folder / f"{part.number}-{part.size}-{part.etag}"
         if (before := self._syncing.get((folder, part.number))) is not None:
             await _ends([before])
         if not mark.exists():
-            for other in folder.glob(f"{part.number}-*"):  # the part had other bytes
+            for other in folder.glob(f"{part.number}-*"):  # the part had other bytes before
                 other.unlink(missing_ok=True)
             with (folder / _WHOLE).open("r+b") as file:
                 file.seek((part.number - 1) * presigned.PART)
                 await self._receive(request, file, part.etag, sync=False)
                 handle = os.dup(file.fileno())
-            # Sync the part while the next one arrives. If the disk falls behind, the member waits
-            # here, because a caller that lists the parts has to wait for all of them.
+            # Sync the part while the next one arrives. If the disk falls behind, make the member
+            # wait here, because a caller that lists the parts has to wait for all of them.
             behind = [each for each in self._syncs_of(folder).values() if not each.done()]
             self._syncing[folder, part.number] = self._syncs.submit(_sync_part, handle, mark)
             if len(behind) >= _BEHIND:
@@ -220,24 +223,24 @@ class ServedFolder(FolderStore):
         return Response(headers={"etag": f'"{part.etag}"'})
 
     def _await_syncs(self, key: str, folder: Path) -> None:
-        """Wait until the parts of an upload are on the disk. Raises StoreError if one is not."""
+        """Wait until the parts of an upload are on the disk. Raises StoreError if a sync failed."""
         syncs = self._syncs_of(folder)
-        wait(syncs.values())  # first of all, since another thread may ask for the same parts
+        wait(syncs.values())  # before any is removed: another thread may ask for the same parts
         for part, sync in syncs.items():
-            if self._syncing.get(part) is sync:  # no newer part of this number came
+            if self._syncing.get(part) is sync:  # no newer part with this number has arrived
                 self._syncing.pop(part, None)
         with self._errors(key):
             for sync in syncs.values():
                 sync.result()
 
     def _syncs_of(self, folder: Path) -> dict[tuple[Path, int], Future[None]]:
-        # Copy the dictionary, which other threads change.
+        # Copy the dictionary, because other threads change it.
         return {part: sync for part, sync in list(self._syncing.items()) if part[0] == folder}
 
     async def _receive(
         self, request: Request, file: IO[bytes], md5: str, *, sync: bool = True
     ) -> None:
-        """Write the body of a request with this MD5 into a file, and ``sync`` it."""
+        """Write a request's body to a file and check its MD5. ``sync``: sync the file too."""
         digest = hashlib.md5(usedforsecurity=False)
 
         def write(blocks: Sequence[bytes]) -> None:
@@ -251,17 +254,17 @@ class ServedFolder(FolderStore):
                 blocks.append(block)
                 size += len(block)
                 if size >= _PIECE:
-                    await writing  # the write of the piece before, while this piece arrived
+                    await writing  # the previous piece was written while this piece arrived
                     writing = asyncio.ensure_future(asyncio.to_thread(write, blocks))
                     blocks, size = [], 0
-        finally:  # the file is closed after this, even if the client has gone
+        finally:  # the caller then closes the file, even if the client has gone away
             await writing
         await asyncio.to_thread(write, blocks)
         file.flush()
         if sync:
             await asyncio.to_thread(os.fsync, file.fileno())
         if digest.hexdigest() != md5:
-            raise _Answered(400, "BadDigest", "other bytes arrived than were announced")
+            raise _Answered(400, "BadDigest", "the bytes do not match the announced MD5")
 
     def _head(self, key: str) -> ObjectInfo:
         if (info := self.head(key)) is None:
@@ -273,11 +276,11 @@ class ServedFolder(FolderStore):
     def _upload(self, key: str, upload_id: str) -> Path:
         folder = self._uploads / f"{quote(key, safe='')}~{upload_id}"
         if not folder.is_dir():
-            raise UploadMissingError(f"{self.bucket}/{key}: there is no such upload in parts")
+            raise UploadMissingError(f"{self.bucket}/{key}: there is no such multipart upload")
         return folder
 
     def create_multipart(self, key: str) -> str:
-        """Begin an upload in parts; return its id."""
+        """Begin a multipart upload; return its id."""
         upload_id = secrets.token_hex(16)
         folder = self._uploads / f"{quote(key, safe='')}~{upload_id}"
         with self._errors(key):
@@ -287,7 +290,7 @@ class ServedFolder(FolderStore):
 
     def list_multiparts(self, prefix: str = "") -> list[MultipartInfo]:
         found, begins = [], quote(prefix, safe="")
-        for name in os.listdir(self._uploads):  # read only names, because hundreds begin at a close
+        for name in os.listdir(self._uploads):  # only names: hundreds of uploads begin at a close
             if name.startswith(begins) and "~" in name:
                 key, _, upload_id = name.rpartition("~")
                 with suppress(OSError):
@@ -304,10 +307,10 @@ class ServedFolder(FolderStore):
         return sorted(parts, key=lambda part: part.number)
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[PartInfo]) -> str:
-        """Put the parts together; return the object's etag. PreconditionError if there is one."""
+        """Complete the upload; return its etag. Raises PreconditionError if the object exists."""
         whole = self._upload(key, upload_id) / _WHOLE
         with self._errors(key):
-            # Drop the rest of larger parts that came before.
+            # Cut off what is left of earlier, larger parts.
             os.truncate(whole, sum(part.size for part in parts))
             _name(whole, self._path(key))
         self.abort_multipart(key, upload_id)
@@ -321,12 +324,12 @@ class ServedFolder(FolderStore):
 
 
 async def _ends(syncs: Sequence[Future[None]]) -> None:
-    """Wait until these syncs have ended. A part whose sync failed has no mark."""
+    """Wait until these syncs have ended. A part whose sync failed has no mark file."""
     await asyncio.gather(*map(asyncio.wrap_future, syncs), return_exceptions=True)
 
 
 def _sync_part(handle: int, mark: Path) -> None:
-    """Note a part once it is on the disk."""
+    """Sync a part to the disk, then create its mark file."""
     try:
         os.fsync(handle)
         mark.touch()
@@ -335,23 +338,23 @@ def _sync_part(handle: int, mark: Path) -> None:
 
 
 def _name(temporary: Path, target: Path) -> None:
-    """Give a synced file its name. Raises FileExistsError if there is such a file."""
+    """Give a synced file its final name. Raises FileExistsError if the name is taken."""
     target.parent.mkdir(parents=True, exist_ok=True)
     name_new(temporary, target)
     sync_folder(target.parent)
 
 
 async def _pieces(file: IO[bytes], length: int) -> AsyncIterator[bytes]:
-    """Yield ``length`` bytes of an open file from where it stands, as its client reads them."""
+    """Yield ``length`` bytes of an open file from its position, as fast as the client reads."""
     try:
         while length:
             piece = await asyncio.to_thread(file.read, min(_PIECE, length))
             if not piece:
-                raise OSError(f"{file.name} was cut")  # the client notices it by the length
+                raise OSError(f"{file.name} was cut")  # the client notices the missing bytes
             length -= len(piece)
             for at in range(0, len(piece), _SENT):
                 yield piece[at : at + _SENT]
     finally:
-        # Not in this thread: after its client has left, a read that still waits for the disk holds
-        # the file, and nobody would be answered until it ends.
+        # Close it on another thread: when a client has left, a read may still be waiting for the
+        # disk. Closing the file here would then block all answers until that read ends.
         asyncio.get_running_loop().run_in_executor(None, file.close)

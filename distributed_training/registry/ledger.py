@@ -1,4 +1,4 @@
-"""Describe a registry to its readers: members, with uids, read keys of buckets and addresses."""
+"""Describe a registry to its readers: its members, their uids, bucket read keys and addresses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _plain_ip(text: str) -> str:
     try:
         ipaddress.ip_address("" if "%" in text else text)
     except ValueError:
-        raise ValueError("this is no IP address") from None  # the text is not repeated
+        raise ValueError("this is not an IP address") from None  # do not repeat the text
     return text
 
 
@@ -37,7 +37,7 @@ _REPORT: TypeAdapter[tuple[float, NetworkReport]] = TypeAdapter(tuple[float, Net
 
 @dataclass(frozen=True)
 class LedgerMember:
-    """A member, and ``since``: when its uid was given away, in seconds since the epoch."""
+    """A member. ``since``: when it got its uid, in seconds since the epoch."""
 
     neuron: Neuron
     since: float
@@ -46,22 +46,22 @@ class LedgerMember:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state that readers see after one write. ``version`` counts the writes."""
+    """The state that readers see after a write. ``version`` counts the writes."""
 
     version: int
-    members: tuple[LedgerMember, ...]  # by uid
+    members: tuple[LedgerMember, ...]  # in order of uid
     losses: Losses
     expelled: tuple[str, ...]  # hotkeys
-    reported: str | None = None  # the validator's last report and when it came, as JSON
+    reported: str | None = None  # when the validator's last report arrived, and the report, as JSON
 
     @property
     def neurons(self) -> tuple[Neuron, ...]:
-        """All neurons by uid."""
+        """All neurons, in order of uid."""
         return tuple(member.neuron for member in self.members)
 
     @cached_property
     def report(self) -> tuple[float, NetworkReport] | None:
-        """Arrival of the validator's last report (seconds since the epoch), and the report."""
+        """When the validator's last report arrived (seconds since the epoch), and the report."""
         if self.reported is None:
             return None
         try:
@@ -71,14 +71,14 @@ class Snapshot:
 
     @cached_property
     def content(self) -> bytes:
-        """The fields of JSON that pollers get: uid, neuron and commitment of each; the expelled."""
+        """The JSON fields that pollers get: each uid, neuron and commitment; expelled hotkeys."""
         rows = [[m.neuron.uid, vars(m.neuron), m.commitment] for m in self.members]
         return f'"rows": {json.dumps(rows)}, "expelled": {json.dumps(self.expelled)}'.encode()
 
     @cached_property
     def etag(self) -> str:
-        """The name of :attr:`content` in HTTP: equal content, equal name.
+        """The HTTP ETag of :attr:`content`: equal content has an equal ETag.
 
-        A weak one, which proxies that compress leave as it is.
+        It is a weak ETag, which compressing proxies leave unchanged.
         """
         return f'W/"{hashlib.sha256(self.content).hexdigest()[:32]}"'

@@ -1,7 +1,7 @@
 """Draw the network's page, which a registry serves at ``/``, and its figures for Prometheus.
 
-The verdict and the members' states come only from the founder's report. Everything on the page
-is text that is escaped; it runs no script, loads nothing, and asks for itself again each minute.
+The verdict and the members' states come only from the founder's report. All text on the page is
+escaped. The page runs no script, loads no other files, and reloads itself every minute.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _now(report: NetworkReport, age: float) -> Iterator[tuple[str, str]]:
         left = report.next_round - age
         yield "next round", f"in {span(left)}" if left > 0 else "due"
     yield "held-out loss", f"{report.loss:.4f} nats per token on {', '.join(report.losses)}"
-    yield "tokens, as uploads say", f"{report.tokens:,}"
+    yield "tokens, according to uploads", f"{report.tokens:,}"
     if report.tokens_per_second is not None:
         yield "tokens per second", f"{report.tokens_per_second:,.0f}"
 
@@ -89,7 +89,7 @@ def _round(report: NetworkReport, number: int, received: float) -> tuple[str, ..
 
 
 def _member(member: LedgerMember, told: MemberReport | None, received: float) -> tuple[str, ...]:
-    """Return the cells of a member; ``told`` is its part of the last report."""
+    """Return the table cells for a member; ``told`` is its entry in the last report."""
     neuron, uploaded, score = member.neuron, "-", "-"
     state = "the validator" if neuron.validator_permit else "not asked yet"
     if told is not None and not neuron.validator_permit:
@@ -105,7 +105,7 @@ def _member(member: LedgerMember, told: MemberReport | None, received: float) ->
 
 
 def _table(title: str, heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table; its cells are escaped here."""
+    """Return an HTML table; its cells are escaped here."""
     head = "".join(f'<th scope="col">{name}</th>' for name in heads)
     lines = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
     body = "\n".join(f"<tr>{line}</tr>" for line in lines)
@@ -116,9 +116,9 @@ def _table(title: str, heads: Iterable[str], rows: Iterable[Iterable[str]]) -> s
 
 
 def figures(registry: Registry, counts: Mapping[str, int]) -> str:
-    """Return the figures in Prometheus' text format.
+    """Return the figures in the Prometheus text format.
 
-    ``counts``: the counters, by ``kind.what`` or ``kind/what``.
+    ``counts``: the counters, keyed by ``kind.what`` or ``kind/what``.
     """
     view = registry.view
     gauges: dict[str, float] = {"version": view.version, "neurons": len(view.members)}

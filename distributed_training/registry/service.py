@@ -1,13 +1,13 @@
 """Answer a registry's callers: starlette on uvicorn, bounded by :mod:`..common.connections`.
 
-Reads are open and come from an immutable view; a poller that names the ETag of what it has gets
-304. Writes are checked cheapest first: path, size, rates, receiver, freshness, signature; then a
-thread stores them, one after the other, while reads continue.
+Anybody may read. Reads are answered from an immutable view; a poller that sends the ETag of the
+version it has gets 304. Writes are checked, cheapest check first: path, size, rates, receiver,
+freshness, signature. Then one thread stores them one after another, while reads continue.
 
 ``GET /state``, ``/health``, ``/metrics``, ``/network.toml`` and ``/``, the page; ``/store/``
 (:mod:`.files`).
 ``POST /register``, ``/access``, ``/commit``, ``/serve``;
-for the founder also ``/expel``, ``/invite``, ``/invitations``, ``/revoke``, ``/allow`` and
+for the founder only ``/expel``, ``/invite``, ``/invitations``, ``/revoke``, ``/allow`` and
 ``/report``.
 """
 
@@ -51,20 +51,20 @@ from .store import CLOCK_SKEW, CannotStore, Registry, Replayed
 
 log = logging.getLogger(__name__)
 
-MAX_BODY = 256 * 1024  # bytes; the digests of 4096 parts of an upload have 150 thousand
+MAX_BODY = 256 * 1024  # bytes; the MD5s of an upload's 4096 parts take 150 thousand
 # Registrations per second from one address.
 _REGISTRATIONS_PER_SECOND, _REGISTRATIONS_BURST = 1 / 60, 32.0
 # Grants per second to one hotkey, if they ask the store.
 _GRANTS_PER_SECOND, _GRANTS_BURST = 1.0, 64.0
-_MOST_GRANTS = 256  # grants that wait for a thread
-_PAGE_KEPT = 1.0  # seconds for which a page is kept; one of 4096 uids takes 50 ms
-_FOLLOW_INTERVAL = 2.0  # seconds between two looks at the network's file
-_STOPS_WITHIN = 2  # seconds that a stop gives requests
-_LOG_INTERVAL = 60.0  # seconds between two lines about one caller
-_LOG_LINES = 20  # per interval, all callers together
+_MOST_GRANTS = 256  # grants that may run or wait for a thread at once
+_PAGE_KEPT = 1.0  # seconds for which the page is cached; drawing 4096 uids takes 50 ms
+_FOLLOW_INTERVAL = 2.0  # seconds between two checks of the network's file
+_STOPS_WITHIN = 2  # seconds that open requests get when the service stops
+_LOG_INTERVAL = 60.0  # seconds between two log lines about the same caller
+_LOG_LINES = 20  # log lines per interval, over all callers
 _PIECE = 64 * 1024  # bytes
 
-# Hotkeys and addresses come from others, so no script may run, even if an escape is forgotten.
+# Hotkeys and addresses come from outside, so no script may run, even if one is not escaped.
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -78,8 +78,9 @@ _PAGE_HEADERS = {
 class Limits:
     """``proxy``: address of a TLS proxy, whose ``X-Forwarded-For`` names its callers.
 
-    ``host_names``: names, and loopback's, at which page and metrics are shown. ``private``:
-    members announce addresses of one private network, whoever the proxy names.
+    ``host_names``: host names under which the page and the metrics are shown, in addition to
+    loopback. ``private``: members may announce addresses in a private network, whatever address
+    the proxy names.
     """
 
     requests_per_address: float = 50.0
@@ -87,18 +88,18 @@ class Limits:
     max_connections: int = 8192
     max_connections_per_address: int = 64
     read_timeout: timedelta = timedelta(seconds=5)
-    idle_timeout: timedelta = timedelta(seconds=30)  # longer than a client keeps a connection
+    idle_timeout: timedelta = timedelta(seconds=30)  # longer than a client keeps an idle connection
     proxy: str | None = None
     host_names: tuple[str, ...] = ()
     private: bool = False
 
 
 class Service:
-    """Serve ``registry`` on ``sock``, a listener, from :meth:`start` until :meth:`close`.
+    """Serve ``registry`` on ``sock``, a listening socket, from :meth:`start` to :meth:`close`.
 
-    The registry stays open. ``access``: gives members access to the global bucket; None: they have
-    it by other ways. ``files``: the folder in which that bucket is, if it is not an S3 store's.
-    ``follow``: reads what it serves again, called every few seconds.
+    The registry itself stays open. ``access``: gives members access to the global bucket; None if
+    they have access in another way. ``files``: the folder that serves as the bucket, if it is not
+    in an S3 store. ``follow``: called every few seconds to reload the files that are served.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Service:
         self._names = {"127.0.0.1", "localhost", "[::1]", *map(str.lower, limits.host_names)}
         self._private = limits.private
         self._proxy = normalize(limits.proxy) if limits.proxy is not None else None
-        # Behind a proxy callers come from anywhere, whatever the address on which this listens.
+        # Behind a proxy, callers may come from anywhere, whatever the listening address is.
         self._listens_at = sock.getsockname()[0] if limits.proxy is None else ""
         self._addresses = Buckets(rate=limits.requests_per_address, capacity=16384)
         self._hotkeys = Buckets(rate=limits.requests_per_hotkey, capacity=16384)
@@ -143,8 +144,8 @@ class Service:
         self._writes = {path: validate_call(write) for path, write in writes.items()}
         self._grants = Buckets(rate=_GRANTS_PER_SECOND, burst=_GRANTS_BURST, capacity=16384)
         self._granting = 0
-        # Member -> nonce of its last grant. It is kept in memory, so that no grant writes to the
-        # disk; a call from just before a restart could be repeated after it.
+        # hotkey -> nonce of its last grant. Kept in memory, so that grants do not write to the
+        # disk. As a result, a call from just before a restart could be repeated after it.
         self._granted: dict[str, int] = {}
         self._granter = ThreadPoolExecutor(8, thread_name_prefix="registry-access")
         self._reads: dict[str, Callable[[Request], Response]] = {
@@ -153,11 +154,12 @@ class Service:
             "/metrics": lambda _: PlainTextResponse(figures(registry, self.counters())),
             "/": self._page,
         }
-        self._made = (float("-inf"), Response())  # when, and the page
+        self._made = (float("-inf"), Response())  # when it was drawn, and the page
         self._may_warn = Throttle(60.0)
         self._may_log = Throttle(_LOG_INTERVAL, most=_LOG_LINES)
         self._counts: Counter[str] = Counter()
-        # One thread writes, so a slow disk delays only writes, and the event loop answers reads.
+        # All writes run on one thread, so a slow disk delays only writes, and the event loop still
+        # answers reads.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="registry-writer")
         self.bounds = Bounds(
             most=limits.max_connections,
@@ -196,11 +198,11 @@ class Service:
         return uvicorn.Config(
             app,
             http=ServiceConnection,
-            loop="asyncio",  # the same, whatever else is installed
+            loop="asyncio",  # the same loop, whatever else is installed
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="critical",  # it would warn of each malformed request of anybody
+            log_level="critical",  # otherwise it would warn about every malformed request
             access_log=False,
             server_header=False,
             proxy_headers=False,
@@ -213,30 +215,30 @@ class Service:
             thread.start()
 
     def close(self) -> None:
-        """Close; accepted writes are stored. Idempotent."""
+        """Stop serving and store the writes that were accepted. Idempotent."""
         self._server.should_exit = True
         self._stopping.set()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(10)
         self._sock.close()
-        # Keep this order: first no new calls, then the accepted writes are stored.
+        # Keep this order: first accept no new calls, then store the accepted writes.
         self._writer.shutdown()
-        self._granter.shutdown(cancel_futures=True)  # they ask again
+        self._granter.shutdown(cancel_futures=True)  # members ask again
 
     def _follow_regularly(self) -> None:
         while not self._stopping.wait(_FOLLOW_INTERVAL):
             self._follow()
 
     def counters(self) -> dict[str, int]:
-        """Return the counters, which only grow, ``refused.<reason>`` among them."""
+        """Return the counters, which only grow, including ``refused.<reason>``."""
         refused = {f"refused.{reason}": n for reason, n in dict(self.bounds.refused).items()}
         return Counter(dict(self._counts)) + Counter(refused)
 
     # refusals
 
     async def _refuse(self, request: Request, error: Exception) -> Response:
-        """Count and (rarely) log a refusal; return it."""
+        """Count a refusal, log it unless that was done recently, and return the response."""
         if isinstance(error, ClientDisconnect):
             return Response(status_code=408)  # nobody reads it
         if isinstance(error, HTTPException):
@@ -252,27 +254,28 @@ class Service:
         return JSONResponse(error.fields, refusal.status, {"connection": "close"})
 
     async def _fail(self, request: Request, error: Exception) -> Response:
-        # uvicorn, to which Starlette raises it again, is silent.
+        # Log it here: Starlette raises it again, but uvicorn does not log it.
         if self._may_warn("defect"):
             why = f"{type(error).__name__}: {error}"
-            log.warning("A call of %.80r was not answered (%.200s)", request.url.path, why)
-        return JSONResponse({"message": "a defect: the registry's log has it"}, 500)
+            log.warning("A call to %.80r failed by a defect (%.200s)", request.url.path, why)
+        return JSONResponse({"message": "internal error: see the registry's log"}, 500)
 
     # checks
 
     def _check_head(self, request: Request) -> auth.Claim:
-        """Check the head of a write; return its claim. Raises Refused."""
+        """Check the headers of a write; return their claim. Raises RefusedRequest."""
         self._draw(request)
         if int(request.headers.get("content-length", "0")) > MAX_BODY:
             raise RefusedRequest(Refusal.TOO_LARGE)
         signed = [name for name, _ in request.headers.raw if name.startswith(b"x-bittensor-")]
-        # A header with two values would deceive a program that reads the other one.
+        # A header that is sent twice could deceive a program that reads the other value.
         if len(signed) > len(set(signed)):
             raise RefusedRequest(Refusal.MALFORMED)
         claim = auth.read_claim(request.headers)
         if claim.receiver != self.registry.charter.identity:
             raise RefusedRequest(Refusal.RECEIVER)
-        # Only look here, and draw after the proof, or anybody could use up the rate of a hotkey.
+        # Draw from the rate only once the signature is verified. Otherwise anybody could use up
+        # another hotkey's rate.
         if self._hotkeys.empty(claim.hotkey):
             raise RefusedRequest(Refusal.RATE)
         auth.check_fresh(claim, time.time_ns(), skew=CLOCK_SKEW)
@@ -285,11 +288,11 @@ class Service:
             raise RefusedRequest(Refusal.RATE)
 
     def _caller(self, request: Request) -> str:
-        """Return the address of the caller; behind the proxy, the one that the proxy names."""
+        """Return the caller's address; behind the proxy, the address that the proxy names."""
         address = normalize(request.client.host if request.client is not None else "")
         if address != self._proxy:
             return address
-        # Take the last value, which the proxy adds, because any caller may write the others.
+        # Take the last value, which the proxy appends, because callers can forge the others.
         named = ",".join(request.headers.getlist("x-forwarded-for"))
         return normalize(named.rpartition(",")[2].strip())
 
@@ -302,12 +305,12 @@ class Service:
         if path not in self._reads and file is None:
             raise RefusedRequest(Refusal.ROUTE)
         self._counts[f"read{path}"] += 1
-        # A web site that points its name at this address must not read this page through a
-        # visitor's browser.
+        # A web site that points its own name at this address (DNS rebinding) must not be able to
+        # read this page through a visitor's browser.
         named = request.headers.get("host", "").lower()
         host = named if named.endswith("]") else named.rpartition(":")[0] or named
         if path in ("/", "/metrics") and host not in self._names:
-            return PlainTextResponse("this name is not the registry's: see --host-name\n", 403)
+            return PlainTextResponse("unknown host name: see the registry's --host-name\n", 403)
         if path not in self._reads:
             return PlainTextResponse(file or "")
         return self._reads[path](request)
@@ -320,7 +323,7 @@ class Service:
 
     def _state(self, request: Request) -> Response:
         registry, view = self.registry, self.registry.view
-        # Set the headers before any body, so that answers without one have them too.
+        # Send these in headers too, so that answers without a body also have them.
         now = {
             "x-time": f"{time.time():.3f}",
             "x-start": registry.start,
@@ -333,14 +336,14 @@ class Service:
             "registry": registry.charter.identity,
             "start": registry.start,
             "version": view.version,
-            # By this time a client can tell that its own clock caused the refusal.
+            # From this time, a client can tell that its own clock caused a refusal.
             "time": time.time(),
         }
         head = json.dumps(fields).encode()[:-1] + b", "
         return _Pieces(head, view.content, b"}", headers=headers, kind="application/json")
 
     def _page(self, request: Request) -> Response:
-        # A client that reloads the page for ever costs at most one page per second.
+        # Clients that reload the page all the time cost at most one drawing per second.
         if time.monotonic() - self._made[0] > _PAGE_KEPT:
             text = draw_page(self.registry).encode()
             self._made = time.monotonic(), _Pieces(text, headers=_PAGE_HEADERS, kind="text/html")
@@ -349,16 +352,16 @@ class Service:
     # writes
 
     async def _write(self, request: Request) -> Response:
-        """Verify the call and hand it to the writer. Raises Refused."""
+        """Verify the call and hand it to the writer. Raises RefusedRequest."""
         claim, path = self._check_head(request), request.scope["path"]
         body = await request.body()
         registry = self.registry
-        # Take the query as it was sent, since the caller signed that.
+        # Take the query as it was sent, since that is what the caller signed.
         query = request.scope["query_string"]
         target = (request.scope["raw_path"] + (b"?" + query if query else b"")).decode()
         auth.proven(claim, request.headers, body, path=target, own=registry.charter.identity)
         self._hotkeys.draw(claim.hotkey)
-        # Count by address, because with open admission anybody creates hotkeys at no cost.
+        # Count by address, because with open admission anybody can create hotkeys at no cost.
         if path == "/register" and not self._registrations.draw(self._caller(request)):
             raise RefusedRequest(Refusal.RATE)
         fields = _parse_fields(body)
@@ -375,11 +378,11 @@ class Service:
         return await loop.run_in_executor(self._writer, self._answer, path, write)
 
     async def _grant(self, claim: auth.Claim, fields: dict[str, Any]) -> Response:
-        """Answer a member's request for access to the store. Raises Refused."""
+        """Answer a member's request for access to the store. Raises RefusedRequest."""
         asks_store = fields.get("do") != "read"
         view = self.registry.view
         member = find(view.neurons, claim.hotkey)
-        # Refuse before anything is kept, since anybody can create hotkeys at no cost.
+        # Refuse before anything is stored, since anybody can create hotkeys at no cost.
         if member is None:
             expelled = " was expelled" if claim.hotkey in view.expelled else " has no uid"
             self._counts["refused/access"] += 1
@@ -389,7 +392,8 @@ class Service:
         if self._granting >= _MOST_GRANTS or (asks_store and not self._grants.draw(claim.hotkey)):
             raise RefusedRequest(Refusal.RATE)
         last, latest = self._granted.get(claim.hotkey, -1), time.time_ns() + CLOCK_SKEW * 1e9
-        # A nonce of the future was accepted while both clocks were ahead; it must lock nobody out.
+        # A last nonce in the future was accepted while both clocks were ahead; it must not lock its
+        # member out.
         if claim.nonce <= last <= latest:
             raise RefusedRequest(Refusal.REPLAY)
         self._granted[claim.hotkey] = claim.nonce
@@ -402,7 +406,7 @@ class Service:
             self._granting -= 1
 
     def _answer(self, path: str, action: Callable[[], Any]) -> Response:
-        """Run the request on a thread; return the answer, or a refusal with its reason."""
+        """Run the request (on a worker thread); return the answer, or a refusal with its reason."""
         try:
             done = action()
         except Replayed as error:
@@ -415,7 +419,7 @@ class Service:
             self._counts[f"refused{path}"] += 1
             reason = str(error) if isinstance(error, ChainError) else "malformed request"
             if isinstance(error, ValidationError):
-                # Show nothing of the input, which may hold a secret.
+                # Do not repeat the input, which may contain a secret.
                 first = error.errors(include_url=False, include_input=False)[0]
                 reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
             return JSONResponse({"message": reason}, 400)
@@ -425,10 +429,10 @@ class Service:
     def _write_endpoint(
         self, hotkey: str, allowed: Reach, ip: Address, port: Port, peer: PeerId = ""
     ) -> None:
-        """Write an endpoint whose reach is ``allowed`` or wider.
+        """Store an endpoint whose reach is ``allowed`` or wider.
 
-        DHT peers connect to it, so a caller from outside of a network could make them connect to
-        services inside.
+        DHT peers connect to it. Without this limit, a caller from outside a private network could
+        make them connect to services inside.
         """
         if reach(ip) > allowed:
             raise ChainError(
@@ -445,17 +449,17 @@ def narrowest(listens_at: str, caller: str) -> Reach:
         return Reach.MACHINE
     try:
         found = reach(caller)
-    except ValueError:  # the proxy named nobody
+    except ValueError:  # the proxy named no address
         return Reach.EVERYWHERE
-    # Loopback is another program of this machine, such as a proxy that --proxy does not name.
+    # A loopback caller is a program on this machine, such as a proxy that --proxy does not name.
     return Reach.NETWORK if found is Reach.NETWORK else Reach.EVERYWHERE
 
 
 class _Pieces(Response):
-    """An answer of several parts, which answers may share.
+    """A response made of several parts, which other responses may share.
 
-    A client that reads slowly holds no more than a piece of them in memory. starlette's own
-    response of pieces takes twice the CPU time, because it also waits for the client's end.
+    For a client that reads slowly, only one piece is held in memory. Starlette's StreamingResponse
+    takes twice the CPU time, because it also waits for the client to disconnect.
     """
 
     def __init__(self, *parts: bytes, headers: Mapping[str, str], kind: str) -> None:
@@ -474,7 +478,7 @@ class _Pieces(Response):
 
 
 def _parse_fields(body: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body; an empty body is an empty object. Raises Refused."""
+    """Return a body's JSON object; an empty body means an empty object. Raises RefusedRequest."""
 
     def refuse(_: str) -> float:
         raise ValueError("not finite")

@@ -1,12 +1,12 @@
-"""The members kept in SQLite, so that a SIGKILL at any moment loses no acknowledged write.
+"""Keep the members in SQLite, so that a SIGKILL at any moment loses no acknowledged write.
 
 One folder holds one registry: ``registry.db`` (WAL mode, each write synced before it is answered)
-and a lock.
+and a lock file.
 
-*Replay.* A write is signed with its caller's clock as nonce (``btauth/1``), for this registry's
-identity as its receiver. Nonces are stored with their writes, and none is accepted twice, whatever
-the clocks do. Each hotkey's nonces must grow, unless the last one is in the future: then both
-clocks were ahead when it was accepted, and it locks nobody out.
+*Replay.* A caller signs each write with its clock's time as the nonce (``btauth/1``), and with this
+registry's identity as the receiver. Nonces are stored with their writes, so no nonce is accepted
+twice, whatever the clocks do. Each hotkey's nonces must increase. The exception is a last nonce in
+the future: both clocks were ahead when it was accepted, and it must not lock its hotkey out.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ log = logging.getLogger(__name__)
 FILE = "registry.db"
 SCHEMA, _OLDEST = 5, 3
 MOST_LOSSES = 1000  # outer steps whose held-out loss is kept
-_GAP = 64  # uids above those of a restored backup, which may have been given out since
+_GAP = 64  # uids above a restored backup's highest that may have been given out since the backup
 #: Seconds that a caller's clock may be ahead of ours.
 CLOCK_SKEW = 4.0
 _OF_THE_DISK = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")
 _HELD = ("SQLITE_BUSY", "SQLITE_LOCKED")
 _APPLICATION = 0x64747267  # "dtrg", in the file's header
-_MOST_NONCES = 1024  # nonces kept per hotkey; a validator uses as many in three days
-# Seconds for which ended invitations are kept, so that a wrong clock deletes none.
+_MOST_NONCES = 1024  # nonces kept per hotkey; a validator uses this many in three days
+# Seconds for which expired invitations are kept, so that a wrong clock does not delete valid ones.
 _INVITATIONS_KEPT = 400 * 86400.0
-ID_LENGTH = 12  # letters of its hash that name an invitation
-_TAKEN_BACK = -1  # uses of an invitation
-_MOST_GONE = 65536  # hotkeys that are not registered, whose nonces are kept
-# ``used``: accepted nonces above the floor of their hotkey. ``joined``: the hash of the invitation
-# by which a hotkey came.
+ID_LENGTH = 12  # characters of an invitation's hash that identify it
+_TAKEN_BACK = -1  # the ``uses`` of a revoked invitation
+_MOST_GONE = 65536  # unregistered hotkeys whose nonces are kept
+# ``used``: accepted nonces above their hotkey's floor. ``joined``: the hash of the invitation that
+# a hotkey used.
 TABLES = """
 CREATE TABLE members (
     uid INTEGER PRIMARY KEY, hotkey TEXT NOT NULL UNIQUE, ip TEXT NOT NULL, port INTEGER,
@@ -80,21 +80,21 @@ _Short = Annotated[str, Field(min_length=1, max_length=200)]
 _Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _Uses = Annotated[int, Field(ge=1, le=4096)]
 _Expires = Annotated[float, Field(ge=0, le=1e11)]
-# Id of an invitation: the first letters of its hash.
+# An invitation's id: the first characters of its hash.
 _Id = Annotated[str, Field(pattern="^[0-9a-f]{12,64}$")]
 Admission = Literal["open", "invited", "listed"]
 
 
 class StoreFault(RuntimeError):
-    """The file cannot be used, for a reason outside of the flags. One line for the operator."""
+    """The file cannot be used, though the flags are right. The message is for the operator."""
 
 
 class CannotStore(ChainError):
-    """The file takes no write now, for a reason of this machine. A later request may succeed."""
+    """This machine cannot write to the file now. A later request may succeed."""
 
 
 class Replayed(ChainError):
-    """The nonce was used before, or is not above the last one of its hotkey."""
+    """The nonce was used before, or is not above its hotkey's last nonce."""
 
 
 @dataclass(frozen=True)
@@ -105,17 +105,17 @@ class Charter:
     master: str
     most_uids: int
     admission: Admission
-    # Random, so that two registries never have the same.
+    # Random, so that no two registries have the same identity.
     genesis: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
     def identity(self) -> str:
-        """The receiver for which each write is signed."""
+        """The receiver that each signed write must name."""
         return f"{self.name}/{self.genesis}/{self.master}"
 
 
 def found(folder: Path, charter: Charter) -> None:
-    """Write a new registry. It appears whole or not at all."""
+    """Create a new registry. Its file appears complete or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{FILE}.new"
     temporary.unlink(missing_ok=True)
@@ -134,8 +134,8 @@ def _publish(temporary: Path, path: Path) -> None:
     with temporary.open("rb") as file:
         os.fsync(file.fileno())
     os.chmod(temporary, 0o600)
-    # These belong to the old file, and stay if its process was killed and the file was moved away.
-    # SQLite would write their content into the new file.
+    # These belong to the old database, and remain if its process was killed and its file was moved
+    # away. SQLite would write their content into the new file.
     for ending in ("-wal", "-shm"):
         Path(f"{path}{ending}").unlink(missing_ok=True)
     os.replace(temporary, path)
@@ -143,43 +143,43 @@ def _publish(temporary: Path, path: Path) -> None:
 
 
 class Registry:
-    """The registry on the tables of ``db``. Thread-safe. Close it.
+    """The registry in the tables of ``db``. Thread-safe. Close it after use.
 
-    Each write is one transaction, and raises ChainError when it is not accepted. After it the
-    tables are read once to an immutable :class:`Snapshot`, so readers wait for no writer and no
-    disk. ``folder``: the file's folder, for lines of the log.
+    Each write is one transaction, and raises ChainError if it is not accepted. After each write,
+    the tables are read once into an immutable :class:`Snapshot`, so readers never wait for a writer
+    or for the disk. ``folder``: the file's folder, named in log lines.
     """
 
     def __init__(self, db: sqlite3.Connection, charter: Charter, folder: Path = Path()) -> None:
         self._db = db
         self.charter, self.folder = charter, folder
         self.most_uids = charter.most_uids
-        self.start = secrets.token_hex(4)  # id of this process, within which versions are counted
+        self.start = secrets.token_hex(4)  # id of this process, within which versions only grow
         self.faults = 0  # writes that could not be stored
         #: Name -> content: the network's file and its earlier versions, for new members.
         self.files: Mapping[str, str] = {}
         self.file_version: int | None = None  # version of the network's file
-        # Warn seldom, because anybody may write, and the log is on the same full disk.
+        # Warn rarely, because anybody may send writes, and the log may be on the same full disk.
         self._may_warn = Throttle(60.0)
         self._lock = threading.RLock()
         self._lock_file: IO[bytes] | None = None
         self._opened = time.monotonic()
-        self._heard: float | None = None  # when the last report came, if it came to this process
+        self._heard: float | None = None  # when this process received its last report
         self.view = self._read_view()
 
     @classmethod
     def at(cls, folder: Path, charter: Charter | None = None) -> Registry:
-        """Open the registry of ``folder``, or create it with ``charter``.
+        """Open the registry in ``folder``, or create it with ``charter``.
 
-        The founder is registered first. Raises ConfigError if there is none, StoreFault if another
-        process has it or its file is damaged.
+        The founder is registered first. Raises ConfigError if there is no registry, StoreFault if
+        another process uses it or its file is damaged.
         """
         path = folder / FILE
         if charter is not None and not path.exists():
             found(folder, charter)
         with ExitStack() as failed:
-            # Lock first, because two services of one file would give out the same uid twice. The
-            # stack frees the lock after Ctrl-C too, or it would keep the next start out.
+            # Lock first, because two services on one file could give out the same uid twice. The
+            # stack also releases the lock after Ctrl-C; otherwise it would block the next start.
             lock_file = failed.enter_context(_lock(folder))
             db = failed.enter_context(contextlib.closing(_open(path)))
             try:
@@ -188,16 +188,16 @@ class Registry:
                 db.execute("PRAGMA synchronous = FULL")
                 (schema,) = db.execute("PRAGMA user_version").fetchone()
                 if schema < SCHEMA:
-                    # Keep a copy, since an operator may go back to the version before.
+                    # Keep a copy, since an operator may go back to the previous version.
                     backup(path, folder / f"schema-{schema}.db")
                     _upgrade(db)
                 (terms,) = db.execute("SELECT value FROM meta WHERE key = 'charter'").fetchone()
                 known = {field.name for field in fields(Charter)}
-                # Earlier ones had a clock of blocks.
+                # Earlier charters also had settings for a block clock.
                 given = {key: v for key, v in json.loads(terms).items() if key in known}
                 registry = cls(db, Charter(**given), folder)
-                # Give no uid out twice that a restored backup lacks. Write this only if it is
-                # needed, so that a start on a full disk writes nothing.
+                # Do not give out again the uids that were given out after a restored backup was
+                # made. Write this only if necessary, so that a start on a full disk writes nothing.
                 if registry._meta("restored"):
                     (last,) = registry._one("SELECT coalesce(max(uid), -1) FROM members")
                     registry._set_meta("floor", last + 1 + _GAP)
@@ -232,7 +232,7 @@ class Registry:
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """Make one atomic write; a write inside a write is part of the outer one."""
+        """Make one atomic write; a nested write becomes part of the outer one."""
         with self._lock:
             if self._db.in_transaction:
                 yield
@@ -243,7 +243,7 @@ class Registry:
                 self._set_meta("version", self.view.version + 1)
                 view = self._read_view()
                 self._db.execute("COMMIT")
-            except BaseException as error:  # also for Ctrl-C: no later write may join this one
+            except BaseException as error:  # even Ctrl-C: no later write may join this one
                 with contextlib.suppress(sqlite3.Error):
                     self._db.execute("ROLLBACK")
                 if isinstance(error, sqlite3.Error):
@@ -251,7 +251,7 @@ class Registry:
                     if self._may_warn("write"):
                         remedy = _remedy(self.folder, error)
                         log.warning(
-                            "A write was not stored (%s), so it is refused: %s", error, remedy
+                            "A write was not stored (%s), so it was refused: %s", error, remedy
                         )
                     raise CannotStore(f"the registry cannot store writes now ({error})") from None
                 raise
@@ -281,12 +281,12 @@ class Registry:
         )
 
     def uid_of(self, hotkey: str) -> int | None:
-        """Return the uid of ``hotkey``; None: it is not registered."""
+        """Return the uid of ``hotkey``, or None if it is not registered."""
         found = self._one("SELECT uid FROM members WHERE hotkey = ?", hotkey)
         return found[0] if found is not None else None
 
     def _own(self, kind: str, hotkey: str) -> int:
-        """Return the uid of a caller. Raises ChainError."""
+        """Return a caller's uid. Raises ChainError if it is not registered."""
         uid = self.uid_of(hotkey)
         if uid is None:
             self._refuse_expelled(kind, hotkey)
@@ -296,25 +296,25 @@ class Registry:
     # signed writes
 
     def write(self, hotkey: str, nonce: int, action: Callable[[], Any]) -> Any:
-        """Do ``action`` once for a proven call. Raises Replayed, ChainError."""
+        """Run ``action`` once for an authenticated call. Raises Replayed, ChainError."""
         with self.change():
             find = "SELECT nonce, floor FROM nonces WHERE hotkey = ?"
             last, floor = self._one(find, hotkey) or (-1, -1)
             used = self._one("SELECT 1 FROM used WHERE hotkey = ? AND nonce = ?", hotkey, nonce)
-            # A nonce of the future was accepted while both clocks were ahead. If it were the floor,
-            # this hotkey would be locked out until that time.
+            # A nonce in the future was accepted while both clocks were ahead. If it counted as a
+            # floor, this hotkey would be locked out until that time.
             ahead = last > time.time_ns() + round(CLOCK_SKEW * 1e9)
             if used or nonce <= floor or (nonce <= last and not ahead):
                 later = (max(last, floor) - nonce) / 1e9
                 raise Replayed(
                     "nonce was used before"
                     if used
-                    else f"this hotkey has signed a call that is {later:.1f} s later, so a clock "
-                    "was ahead: see whether timedatectl says 'synchronized: yes' there"
+                    else f"this hotkey has signed a call {later:.1f} s later than this one, so a "
+                    "clock was ahead: check that timedatectl says 'synchronized: yes' there"
                 )
             result = action()
-            # Do this in the action's transaction, because after a kill between two transactions the
-            # call could be replayed.
+            # Store the nonce in the action's transaction: after a kill between two transactions,
+            # the call could be replayed.
             self._db.execute(
                 "INSERT INTO nonces (hotkey, nonce) VALUES (?, ?) "
                 "ON CONFLICT (hotkey) DO UPDATE SET nonce = excluded.nonce",
@@ -329,9 +329,9 @@ class Registry:
             return result
 
     def join(self, hotkey: str, invitation: _Short | None = None, uid: Uid | None = None) -> int:
-        """Register ``hotkey`` if it may. Returns its uid; one that is registered keeps all.
+        """Register ``hotkey`` if it is admitted; return its uid. A registered one keeps its uid.
 
-        ``uid``: the uid that it had before an older backup was restored. It gets that one again if
+        ``uid``: the uid that it had before an older backup was restored. It gets that uid again if
         it is free.
         """
         with self.change():
@@ -339,10 +339,10 @@ class Registry:
             if known is not None:
                 return known
             self._admit(hotkey, invitation, again=uid is not None)
-            # Give the member its own uid again, because its bucket and its pages depend on it.
+            # Give the member its old uid again, because its bucket and its pages depend on it.
             uid = self.register(hotkey, uid=uid)
-            # With open admission anybody comes and goes, so bound the number of kept hotkeys. A
-            # bound on their age would forget fresh ones if the clock is wrong.
+            # With open admission, anybody can come and go, so limit how many hotkeys are kept. A
+            # limit on their age would drop recent ones if the clock is wrong.
             gone = self._db.execute(
                 "SELECT hotkey FROM nonces WHERE hotkey NOT IN (SELECT hotkey FROM members) "
                 "ORDER BY nonce DESC LIMIT -1 OFFSET ?",
@@ -367,12 +367,12 @@ class Registry:
             return
         if admission == "listed":
             raise ChainError(
-                f"register: hotkey {hotkey} is not on this network's list: ask its founder for "
+                f"register: hotkey {hotkey} is not on this network's list: ask its founder to run "
                 "`dt-network allow`"
             )
         if not invitation:
             raise ChainError(
-                "register: this network takes invited neurons only: ask its founder for an "
+                "register: this network admits only invited neurons: ask its founder for an "
                 "invitation and put DT_INVITATION=... into .env"
             )
         hashed = hash_of(invitation)
@@ -388,8 +388,8 @@ class Registry:
             remedy = "ask the founder for another one"
             if again:
                 remedy = (
-                    "the registry was put back from a backup that does not know this member: ask "
-                    f"the founder for `dt-network allow {hotkey}`"
+                    "the registry was restored from a backup that does not know this member: ask "
+                    f"the founder to run `dt-network allow {hotkey}`"
                 )
             raise ChainError(f"register: the invitation {why}: {remedy}")
         self._db.execute("UPDATE invitations SET uses = uses - 1 WHERE hash = ?", (hashed,))
@@ -409,7 +409,7 @@ class Registry:
                     "expel a member that is gone"
                 )
             if uid not in free:
-                # Below the floor a member may have a uid that a restored backup does not know.
+                # A uid below the floor may belong to a member that a restored backup does not know.
                 floor = self._meta("floor") or 0
                 uid = next((each for each in free if each >= floor), free[-1])
             self._db.execute(
@@ -424,10 +424,10 @@ class Registry:
     def commit(self, hotkey: str, text: str) -> None:
         with self.change():
             uid = self._own("commit", hotkey)
-            # Other characters are up to six times as long in JSON, which would fill the list for
-            # all.
+            # Other characters take up to six times as many bytes in JSON, which would bloat the
+            # member list for everyone.
             if len(text) > LONGEST or not (text.isascii() and text.isprintable()):
-                raise ChainError(f"commit: a commitment has at most {LONGEST} characters of ASCII")
+                raise ChainError(f"commit: a commitment has at most {LONGEST} ASCII characters")
             self._db.execute("UPDATE members SET commitment = ? WHERE uid = ?", (text, uid))
 
     def serve(self, hotkey: str, ip: Address, port: Port, peer: PeerId = "") -> None:
@@ -435,17 +435,18 @@ class Registry:
             uid = self._own("serve", hotkey)
             find = "SELECT hotkey FROM members WHERE peer = ? AND peer != '' AND hotkey != ?"
             if owner := self._one(find, peer, hotkey):
-                # Two members with one peer would share what an all-reduce counts for one of them.
-                raise ChainError(f"serve: DHT peer {peer} is that of hotkey {owner[0]}")
+                # If two members had the same peer, an all-reduce's result for it would count for
+                # both.
+                raise ChainError(f"serve: DHT peer {peer} belongs to hotkey {owner[0]}")
             self._db.execute(
                 "UPDATE members SET ip = ?, port = ?, peer = ? WHERE uid = ?", (ip, port, peer, uid)
             )
 
     def report(self, report: NetworkReport) -> None:
-        """Keep the validator's report, and drop losses of outer steps above the report's."""
+        """Store the validator's report, and drop the losses of outer steps above the report's."""
         with self.change():
             step, now = report.outer_step, time.time()
-            # Bound their number, since each page has all of them.
+            # Limit the number of losses, since the page shows all of them.
             self._db.execute(
                 "DELETE FROM losses WHERE outer_step > ? OR outer_step <= ?",
                 (step, step - MOST_LOSSES),
@@ -459,22 +460,23 @@ class Registry:
         self._heard = time.monotonic()
 
     def ages(self) -> tuple[float, float]:
-        """Return the seconds since the last report, and since this process could receive one."""
+        """Return the seconds since the last report, and since this process could receive any."""
         now, report = time.monotonic(), self.view.report
         listened = now - self._opened
         if self._heard is not None:
             return now - self._heard, listened
-        # No report has come since the start, whatever the wall clock says.
+        # No report has arrived since the start, so the age is at least that, whatever the wall
+        # clock says.
         return max(time.time() - report[0] if report else 0.0, listened), listened
 
-    # writes of the founder
+    # the founder's writes
 
     def expel(self, hotkey: Hotkey, again: bool = False) -> dict[str, Any]:
-        """Take the uid of ``hotkey``, give it none any more, and end the invitation it came by.
+        """Take the uid of ``hotkey`` away for good, and revoke the invitation that it used.
 
-        ``again``: let it in again, by another invitation. Returns ``uid``, the one it had;
-        ``invitation``, the id of the ended one, each None without one; ``others``, the registered
-        hotkeys that came by the same.
+        ``again``: let the hotkey register again, with another invitation. Returns ``uid``, which it
+        had, and ``invitation``, the id of the revoked invitation, each None if there is none, and
+        ``others``, the registered hotkeys that used the same invitation.
         """
         if hotkey == self.charter.master:
             raise ChainError("expel: the founder's hotkey stays registered")
@@ -496,14 +498,14 @@ class Registry:
             }
 
     def _end_invitation(self, hashed: str) -> bool:
-        """End an invitation; return whether it could still be used."""
+        """Revoke an invitation; return whether it could still be used."""
         ended = self._db.execute(
             "UPDATE invitations SET uses = ? WHERE hash = ? AND uses > 0", (_TAKEN_BACK, hashed)
         )
         return ended.rowcount > 0
 
     def _came_by(self, hashed: str) -> list[str]:
-        """Return the registered hotkeys that came by an invitation."""
+        """Return the registered hotkeys that used an invitation."""
         found = self._db.execute(
             "SELECT hotkey FROM joined JOIN members USING (hotkey) WHERE hash = ? ORDER BY 1",
             (hashed,),
@@ -511,7 +513,7 @@ class Registry:
         return [hotkey for (hotkey,) in found]
 
     def invitations(self) -> list[dict[str, Any]]:
-        """Return id, uses left (-1: taken back), end and hotkeys of each invitation."""
+        """Return each invitation's id, remaining uses (-1: revoked), expiry and hotkeys."""
         found = self._db.execute("SELECT hash, uses, expires FROM invitations ORDER BY expires")
         return [
             {"id": h[:ID_LENGTH], "uses": uses, "expires": expires, "hotkeys": self._came_by(h)}
@@ -519,18 +521,18 @@ class Registry:
         ]
 
     def revoke(self, invitation: _Id) -> list[str]:
-        """End the invitation with this id; return the registered hotkeys that came by it."""
+        """Revoke the invitation with this id; return the registered hotkeys that used it."""
         with self.change():
-            # An id has no wildcards, so LIKE compares how the hash begins.
+            # An id has no wildcards, so LIKE finds the hashes that begin with it.
             found = self._one("SELECT hash FROM invitations WHERE hash LIKE ?", f"{invitation}%")
             if found is None:
                 raise ChainError(f"revoke: there is no invitation {invitation}: see --list")
             if not self._end_invitation(found[0]):
-                raise ChainError(f"revoke: invitation {invitation} lets nobody in as it is")
+                raise ChainError(f"revoke: invitation {invitation} already admits nobody")
             return self._came_by(found[0])
 
     def invite(self, hashed: _Hash, uses: _Uses, expires: _Expires) -> None:
-        """Store an invitation for ``uses`` hotkeys, by the hash ``hashed`` of its token."""
+        """Store an invitation for ``uses`` hotkeys under ``hashed``, the hash of its token."""
         with self.change():
             oldest = time.time() - _INVITATIONS_KEPT
             self._db.execute("DELETE FROM invitations WHERE expires < ?", (oldest,))
@@ -539,7 +541,7 @@ class Registry:
             )
 
     def allow(self, hotkey: Hotkey, allowed: bool) -> None:
-        """Put ``hotkey`` on the list of those who may register, or take it off."""
+        """Put ``hotkey`` on the list of hotkeys that may register, or take it off."""
         with self.change():
             self._db.execute("DELETE FROM allowed WHERE hotkey = ?", (hotkey,))
             if allowed:
@@ -555,8 +557,8 @@ def hash_of(invitation: str) -> str:
 def _lock(folder: Path) -> IO[bytes]:
     if not (folder / FILE).is_file():
         raise ConfigError(
-            f"there is no registry in {folder}, so nothing was started: correct --folder, or found "
-            "one with `dt-network serve --network FILE`"
+            f"there is no registry in {folder}, so nothing was started: correct --folder, or "
+            "create one with `dt-network serve --network FILE`"
         )
     file = (folder / "registry.lock").open("ab")
     try:
@@ -565,36 +567,36 @@ def _lock(folder: Path) -> IO[bytes]:
         file.close()
         raise StoreFault(
             f"another process serves the registry in {folder}, so nothing was started: stop it, or "
-            "give another --folder"
+            "choose another --folder"
         ) from None
     return file
 
 
 def _unusable(path: Path, error: Exception) -> StoreFault:
-    remedy = "put a backup in its place with `dt-network restore`"
-    # Ask for no backup here: the file is whole, and a backup would undo the last writes of
-    # everybody.
+    remedy = "restore a backup with `dt-network restore`"
+    # Do not ask for a backup here: the file is intact, and a backup would undo everybody's latest
+    # writes.
     if getattr(error, "sqlite_errorname", "").startswith((*_OF_THE_DISK, *_HELD)):
         remedy = _remedy(path.parent, error)
     return StoreFault(f"{path} cannot be used ({error}), so the registry does not start: {remedy}")
 
 
 def _remedy(folder: Path, error: Exception) -> str:
-    """Return what to do about a file that is whole and cannot be used."""
+    """Return what to do about an intact file that cannot be used."""
     if getattr(error, "sqlite_errorname", "").startswith(_HELD):
         return (
-            f"another program holds {folder / FILE}: end it (`fuser` names it); `dt-network "
+            f"another program holds {folder / FILE}: stop it (`fuser` names it); `dt-network "
             "backup` copies a registry that is in use"
         )
-    return f"free or repair the disk of {folder}, or correct its permissions"
+    return f"free some space on the disk of {folder}, repair it, or correct its permissions"
 
 
 def _open(path: Path) -> sqlite3.Connection:
     """Open a connection to a registry's file. Raises ConfigError, StoreFault."""
     try:
-        # Use no implicit transactions, so that the transaction of a write begins and ends in one
-        # place. The timeout is below the 10 s of clients, so they are told that another program
-        # holds the file.
+        # Use no implicit transactions, so that each write's transaction begins and ends in one
+        # place. The timeout is shorter than the clients' 10 s, so that they learn that another
+        # program holds the file.
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5)
         application, schema = (
             db.execute(f"PRAGMA {pragma}").fetchone()[0]
@@ -605,15 +607,15 @@ def _open(path: Path) -> sqlite3.Connection:
     if application != _APPLICATION or not _OLDEST <= schema <= SCHEMA:
         db.close()
         raise ConfigError(
-            f"{path} is no registry of this version (schema {schema}, not {SCHEMA}), so nothing "
-            "was done: correct the path, or use the version that wrote it; one of 0.2.0 is "
-            f"upgraded by a start with commit {LAST_OF_SUBNET_38} first"
+            f"{path} is not a registry of this version (schema {schema}, not {SCHEMA}), so nothing "
+            "was done: correct the path, or use the version that wrote it; to upgrade one of "
+            f"0.2.0, start it once with commit {LAST_OF_SUBNET_38} first"
         )
     return db
 
 
-#: The statements that bring a file of the edition before, whose schema is 3 or 4, to this one.
-#: Stake, weights and shares were those of a chain.
+#: The statements that upgrade a file of the previous edition, whose schema is 3 or 4, to this one.
+#: They drop the stake, weights and shares, which a chain had.
 _UPGRADE = (
     "CREATE TABLE IF NOT EXISTS peers (hotkey TEXT PRIMARY KEY, peer TEXT NOT NULL UNIQUE);"
     + TABLES.partition("CREATE TABLE losses")[0]
@@ -628,7 +630,7 @@ _UPGRADE = (
 
 
 def _upgrade(db: sqlite3.Connection) -> None:
-    """Upgrade an older file to the tables of this version, or leave it as it is."""
+    """Upgrade an older file to the tables of this version; leave a current file as it is."""
     if db.execute("PRAGMA user_version").fetchone()[0] < SCHEMA:
         db.executescript(f"BEGIN IMMEDIATE; {_UPGRADE} PRAGMA user_version = {SCHEMA}; COMMIT;")
 
@@ -636,8 +638,8 @@ def _upgrade(db: sqlite3.Connection) -> None:
 def backup(source: Path, target: Path, *, to_restore: bool = False) -> int:
     """Copy the registry's file ``source`` to ``target`` while it is in use. Returns its version.
 
-    ``to_restore``: the next start of the copy trusts the clock, however old the copy is. Raises
-    ConfigError, StoreFault.
+    ``to_restore``: the next start with the copy skips the uids that may have been given out since.
+    Raises ConfigError, StoreFault.
     """
     temporary = target.with_name(f".{target.name}.new")
     if not source.is_file():
@@ -645,7 +647,7 @@ def backup(source: Path, target: Path, *, to_restore: bool = False) -> int:
     # If ``target`` were the registry itself, a program that serves it would keep writing to the old
     # file after the copy has replaced it.
     if target.exists() and target.samefile(source):
-        raise ConfigError(f"{target} is the registry itself, so nothing was copied: give another")
+        raise ConfigError(f"{target} is the registry itself: choose another file for the copy")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary.unlink(missing_ok=True)
@@ -654,8 +656,8 @@ def backup(source: Path, target: Path, *, to_restore: bool = False) -> int:
             contextlib.closing(sqlite3.connect(temporary)) as copy,
         ):
             db.backup(copy)
-            copy.execute("PRAGMA journal_mode = DELETE")  # one file, to be copied anywhere
-            # Check the copy: a damaged page is reported today, and not when the backup is needed.
+            copy.execute("PRAGMA journal_mode = DELETE")  # one file that can be copied anywhere
+            # Check the copy, so that damage is reported now and not when the backup is needed.
             (state,) = copy.execute("PRAGMA integrity_check").fetchone()
             if state != "ok":
                 raise sqlite3.DatabaseError(state)
@@ -667,17 +669,17 @@ def backup(source: Path, target: Path, *, to_restore: bool = False) -> int:
     except (sqlite3.Error, OSError) as error:
         temporary.unlink(missing_ok=True)
         raise StoreFault(
-            f"{source} was not copied to {target} ({error}), so {target} is what it was: correct "
-            "the path, its permissions or its disk"
+            f"{source} was not copied to {target} ({error}), so {target} is unchanged: correct "
+            "the path or its permissions, or repair the disk"
         ) from None
     return int(version)
 
 
 def restore(source: Path, folder: Path) -> Path | None:
-    """Replace ``folder``'s registry, which must not be served, by the backup ``source``.
+    """Replace the registry in ``folder``, which must not be served, with the backup ``source``.
 
-    Returns where the replaced one is kept now, None if there was none. Raises ConfigError,
-    StoreFault.
+    Returns the path of the copy of the replaced registry, or None if there is none. Raises
+    ConfigError, StoreFault.
     """
     path = folder / FILE
     if not path.exists():

@@ -1,6 +1,6 @@
-"""Measure an upload as the validator does, and read what it has signed.
+"""Measure an upload as the validator does, and read what the validator has signed.
 
-``upload`` (an upload, and the text that it is judged on), ``evaluator`` (the loss before and after
-it), ``command`` and ``verdicts`` (``dt-score``), ``export`` (``dt-export``). Nothing is imported
-here.
+``evaluator`` measures the loss before and after an upload, on the text that the upload is judged
+on. ``command`` and ``verdicts`` are ``dt-score``, and ``export`` is ``dt-export``. Nothing is
+imported here.
 """

@@ -2,20 +2,20 @@
 
     dt-score [--uid N... | --all] [--watch [SECONDS]] [--json] [flags]...
 
-    dt-score                                   the miner of this wallet, by miner.toml
-    dt-score --network FILE --uid 227 31       two members, anywhere
-    dt-score --all --json                      everybody, for programs
-    dt-score --subnet runs/localnet --all      a local subnet that runs
+    dt-score                                   the miner of this wallet, with miner.toml
+    dt-score --network FILE --uid 227 31       two members, from any machine
+    dt-score --all --json                      all members, for programs
+    dt-score --subnet runs/localnet --all      a running local subnet
 
-    --uid N...         whose upload (default: of the hotkey that the wallet flags name)
-    --all              every member's
-    --watch [SECONDS]  look again and again (every 300)
-    --json             one JSON object per look
-    --subnet FOLDER    the local subnet whose run folder this is
+    --uid N...         uids of the uploads (default: uid of the hotkey that the wallet flags name)
+    --all              the uploads of all members
+    --watch [SECONDS]  repeat (every 300 seconds)
+    --json             one JSON object per repetition
+    --subnet FOLDER    the run folder of a local subnet
 
-The verdicts are those of the newest outer step's manifest. Nothing is judged again.
-It takes every flag of dt-validator, .env and the environment, and changes nothing.
-Exit status: 0 looked, 1 the registry or the bucket could not be read, 2 a flag is wrong.
+The verdicts are read from the newest outer step's manifest. Nothing is judged again.
+It reads every flag of dt-validator, .env and the environment, and changes nothing.
+Exit status: 0 done, 1 the registry or the bucket could not be read, 2 a flag is wrong.
 """
 
 from __future__ import annotations
@@ -37,14 +37,13 @@ from distributed_training.config.types import File
 
 
 def run() -> int:
-    """Run the command. Ctrl-C is the ordinary end of ``--watch``."""
+    """Run the command. Ctrl-C is the usual way to end ``--watch``."""
     signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
     return main(sys.argv[1:])
 
 
 def main(argv: Sequence[str]) -> int:
-    # This parser leaves the flags that it does not know to the validator's loader, which reads or
-    # refuses them.
+    # This parser leaves unknown flags to the validator's loader, which reads or refuses them.
     options, flags = build_parser().parse_known_args(argv)
     if options.help:
         print(__doc__ or NO_HELP)
@@ -57,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
             check=False,
         )
         require(**extras_of_network(config))
-        # Import it after the flags were read, because that takes seconds.
+        # Import it only after the flags were read, because the import takes seconds.
         from distributed_training.scoring import verdicts
 
         return verdicts.show(config, options)
@@ -81,12 +80,12 @@ def subnet_flags(folder: Path | None) -> list[str]:
     if folder is None:
         return []
     state = read_json_object(folder / "localnet.json") or {}
-    # The file stays after a kill of the subnet, whose ports may belong to another program by now.
+    # The file stays if the subnet is killed, and its ports may belong to another program by now.
     runs = isinstance(state.get("pid"), int) and psutil.pid_exists(state["pid"])
     if not (runs and state.get("chain") and state.get("store")):
         raise ConfigError(
-            f"--subnet {folder} is no run folder of a local subnet that runs, so nothing was "
-            "shown: start one with `make run`, or correct the path"
+            f"--subnet {folder} is not the run folder of a running local subnet, so nothing was "
+            "shown: start a subnet with `make run`, or correct the path"
         )
     return [
         *("--network", str(folder / "network.toml")),

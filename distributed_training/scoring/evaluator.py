@@ -1,10 +1,10 @@
 """Measure whether an upload helps, as the validators do (protocol page, section 5).
 
 The upload is applied to the global weights of its outer step: ``weights - outer_lr * 0.5 *
-decoded``. The loss is measured before and after, by one process without sharding. *Random* text is
-of one block for all uploads of a close, which nobody trained on; *assigned* text is of a block that
-the member names as trained. Both are of a few pages in a row, cut into sequences as members cut
-them (protocol page, section 3).
+decoded``. The loss is measured before and after, by one process without sharding. *Random* text
+comes from a block that nobody trained on, the same for all uploads of a close. *Assigned* text
+comes from a block that the member says it trained on. Both are a few consecutive pages, cut into
+sequences the way members cut them (protocol page, section 3).
 """
 
 from __future__ import annotations
@@ -71,23 +71,23 @@ class Judged:
     learning_rate: float
 
 
-# Opens a member's bucket by its commitment. Raises NoBucket and ChainError.
+# Opens the bucket that a member's commitment names. Raises NoBucket and ChainError.
 OpenBucket = Callable[[Neuron], BucketReader]
 
 
-BATCH = 2  # sequences come in pairs
+BATCH = 2  # the number of sequences of a text is a multiple of this
 
 
 class DataUnavailable(RuntimeError):
-    """Pages, or this machine's memory, cannot be had now; says nothing about the upload."""
+    """Pages, or this machine's memory, are unavailable now; says nothing about the upload."""
 
 
 class ShortText(DataUnavailable):
-    """A block has less text than a judgement needs, and never will have more."""
+    """A block has less text than a judgement needs, and will never have more."""
 
 
 def pages_of(config: Config, tokenizer_path: Path, eos_id: int) -> Callable[[int, int], Tensor]:
-    """Return the reader of the text that this network's uploads are judged on.
+    """Return the function that reads the text on which this network's uploads are judged.
 
     Raises ConfigError, NetworkFailure.
     """
@@ -119,11 +119,11 @@ class PageReader:
     Args:
         source: Has the rows of the data set.
         tokenizer: Turns rows into tokens.
-        sequence_length: Tokens of a sequence.
-        rows_per_page: Rows of a page.
-        max_length: Tokens after which a row is cut.
-        draw_pages: The network's draw of pages.
-        patience: The longest time for the pages of a block, apart from the last page's own.
+        sequence_length: Number of tokens in a sequence.
+        rows_per_page: Number of rows in a page.
+        max_length: Number of tokens after which a row is cut.
+        draw_pages: The network's way to draw pages.
+        patience: How long the pages of a block may take, not counting the last page.
 
     Examples:
         ```python
@@ -138,11 +138,11 @@ class PageReader:
     rows_per_page: int
     max_length: int
     draw_pages: PageDraw
-    patience: timedelta = timedelta(minutes=5)  # time for all pages of a block but the last
+    patience: timedelta = timedelta(minutes=5)  # time limit of a block without its last page
 
     @classmethod
     def from_settings(cls, config: Config, tokenizer_path: Path, eos_id: int) -> PageReader:
-        """Make the reader that a validator with this configuration has.
+        """Make the reader that a validator with this configuration uses.
 
         Args:
             config: The validator's configuration, with the network's rules.
@@ -164,8 +164,8 @@ class PageReader:
     def __call__(self, uid: int, block: int) -> Tensor:
         """Return the text of a block as int64 ``(n, sequence_length)``.
 
-        Raises DataUnavailable: rows cannot be had now, or come too slowly; ShortText: they are too
-        few for two sequences or a page.
+        Raises DataUnavailable if rows are unavailable now, or come too slowly, and ShortText if
+        they are too few for two sequences or a page.
         """
         rows: list[str] = []
         deadline = time.monotonic() + self.patience.total_seconds()
@@ -178,14 +178,14 @@ class PageReader:
                 count=JUDGED_PAGES,
                 num_rows=self.source.num_rows(),
             ):
-                # A slow server gets two minutes per page, and the validator cannot end a round
-                # before the text is there.
+                # A slow server may take two minutes per page, and the validator cannot end a round
+                # before it has the text.
                 if time.monotonic() >= deadline:
                     took = f"its pages take longer than {self.patience.total_seconds():g} s"
                     raise PageUnavailable(took)
                 rows += self.source.rows(config, row, split=split, limit=self.rows_per_page)
             tokens = self.tokenizer.encode_rows(rows, max_length=self.max_length)
-        # ValueError means that the data have too few pages.
+        # A ValueError means that the data set has too few pages.
         except (PageUnavailable, OSError, ValueError) as error:
             kind = ShortText if isinstance(error, ValueError) else DataUnavailable
             why = f"pages of uid {uid} from {first} on, outer step {outer_step}"
@@ -194,7 +194,7 @@ class PageReader:
         count = len(tokens) // (BATCH * length) * BATCH
         if count == 0:
             raise ShortText(
-                f"pages of uid {uid} from {first} on, outer step {outer_step} hold less than two "
+                f"pages of uid {uid} from {first} on, outer step {outer_step} have fewer than two "
                 "sequences"
             )
         return torch.from_numpy(tokens[: count * length].astype(np.int64)).reshape(count, length)
@@ -209,7 +209,7 @@ _LACKING = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT
 
 
 def of_this_machine(error: BaseException | None) -> bool:
-    """Return whether it is this machine that lacks something, whatever it was reading."""
+    """Return whether the error means that this machine lacks something, such as memory."""
     if isinstance(error, OSError):
         return error.errno in _LACKING
     lacking = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
@@ -221,7 +221,7 @@ def evaluation_device(wanted: str) -> torch.device:
     """Return the device of ``--neuron.device``. Raises ConfigError for cuda without a GPU."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "no GPU is visible, so nothing can be evaluated on one: give --neuron.device cpu"
+            "no GPU is visible, so nothing can be evaluated on one: use --neuron.device cpu"
         )
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(auto if wanted == "auto" else wanted)
@@ -235,9 +235,9 @@ class EvaluationModel:
 
     Args:
         model_config: Content of a ``config.json``.
-        device: Where it computes.
-        frozen: File of the tensors that nobody trains; None: all are trained.
-        stop: When set, an evaluation ends between two sequences; None: it never does.
+        device: Where the model computes.
+        frozen: File of the tensors that nobody trains; None: all tensors are trained.
+        stop: When it is set, an evaluation ends between two sequences; None: there is no stop.
 
     Examples:
         ```python
@@ -263,23 +263,23 @@ class EvaluationModel:
         fixed = schema_of(model, frozen=True)
         self.device = device
         self._vocabulary = int(model_config["vocab_size"])
-        # Switch gradients off, because torch refuses to change weights in place that record them.
+        # Switch gradients off, because torch refuses in-place changes of weights that need them.
         self._model = model.to(device).eval().requires_grad_(False)
         self._loss = ModelWithLoss(kind, self._model)
         self._parameters = dict(self._model.named_parameters())
         if frozen is not None:
-            for entry in fixed:  # load one at a time, since together they may fill the memory
+            for entry in fixed:  # load one tensor at a time, since together they may fill memory
                 (values,) = load_weights(frozen, [entry])
                 self._parameters[entry[0]].copy_(values)
         if device.type == "cpu":
-            self._model.float()  # a base in bf16 keeps its values and computes in float32
+            self._model.float()  # a bf16 base keeps its values, but computes in float32
         self._stop = stop if stop is not None else threading.Event()
 
     def load(self, weights: Sequence[Tensor]) -> None:
         """Copy weights into the model.
 
         Args:
-            weights: One tensor of each parameter, in the order of ``schema``.
+            weights: One tensor per parameter, in the order of ``schema``.
         """
         for (name, _), tensor in zip(self.schema, weights, strict=True):
             self._parameters[name].copy_(tensor)
@@ -289,8 +289,8 @@ class EvaluationModel:
 
         Args:
             name: The parameter's name.
-            delta: float32 of its shape, on any device.
-            factor: The factor.
+            delta: float32 of the parameter's shape, on any device.
+            factor: The factor of ``delta``.
         """
         self._parameters[name].sub_(delta.to(self.device), alpha=factor)
 
@@ -302,23 +302,23 @@ class EvaluationModel:
             sequences: int64 ``(n, length)``, on any device.
 
         Raises:
-            ValueError: Without sequences.
-            ConfigError: For tokens that the model does not have.
-            Stopped: If ``stop`` was set.
+            ValueError: If there are no sequences.
+            ConfigError: If there are tokens that the model does not have.
+            StopNow: If ``stop`` was set.
         """
         if sequences.shape[0] == 0:
             raise ValueError("there is no sequence to evaluate")
-        # Refuse it here, because the embedding would raise an error that no later call on a GPU
-        # survives.
+        # Refuse such tokens here, because on a GPU the embedding would raise an error after which
+        # all later calls fail.
         if (most := int(sequences.max())) >= self._vocabulary:
             raise ConfigError(
-                f"the text holds token {most} and the model has {self._vocabulary} words, so its "
-                "loss cannot be measured: give the model's own tokenizer with "
-                "tokenizer.name"
+                f"the text has token {most} but the model has {self._vocabulary} words, so its "
+                "loss cannot be measured: set tokenizer.name to the model's own "
+                "tokenizer"
             )
         found = []
-        for batch in sequences.split(1):  # each is an observation of what an upload does
-            # A judgement takes minutes, and a stop must not wait for its end.
+        for batch in sequences.split(1):  # each sequence is one observation of an upload's effect
+            # A judgement takes minutes, and a stop must not wait until it ends.
             if self._stop.is_set():
                 raise StopNow
             with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
@@ -335,11 +335,11 @@ class EvaluationModel:
         return fmean(self.losses(sequences))
 
 
-# Part of the decoded gradient, times the outer learning rate, that is applied for judging (protocol
-# page, section 5).
+# Fraction of the decoded gradient, multiplied by the outer learning rate, that is applied for
+# judging (protocol page, section 5).
 APPLIED_FRACTION = 0.5
 
-TRIED = 4  # blocks that are tried until one has enough text
+TRIED = 4  # how many blocks are tried until one has enough text
 
 # (uid, block) -> int64 (n, sequence length). Raises DataUnavailable.
 Pages = Callable[[int, int], Tensor]
@@ -347,10 +347,10 @@ Pages = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Loss before and after one upload on the text of some blocks.
+    """The losses before and after one upload, on the text of some blocks.
 
     Args:
-        blocks: Blocks whose text was read.
+        blocks: The blocks whose text was read.
         before: Loss of each sequence without the upload, in nats per predicted token.
         after: Loss of each sequence with it.
 
@@ -378,7 +378,7 @@ class Comparison:
 
     @property
     def absolute(self) -> float:
-        """Before - after, nats per predicted token."""
+        """Before - after, in nats per predicted token."""
         before, after = self.losses
         return before - after
 
@@ -386,10 +386,10 @@ class Comparison:
     def error(self) -> float:
         """Standard error of ``absolute``, from its spread over sequences.
 
-        Inf for fewer than two. Texts of one page resemble each other, so the true one is somewhat
-        larger.
+        It is inf for fewer than two sequences. Texts of one page resemble each other, so the true
+        error is somewhat larger.
         """
-        # Compare in pairs, since texts differ far more from each other than an upload changes one.
+        # Compare in pairs, since losses differ far more between texts than an upload changes them.
         gains = [b - a for b, a in zip(self.before, self.after, strict=True)]
         n = len(gains)
         if n < 2:
@@ -403,7 +403,7 @@ class Comparison:
 
         With few sequences the standard error itself is uncertain. So the number of standard errors
         is the quantile of Student's t that is as rare as three standard deviations of a normal
-        distribution. Inf for fewer than two sequences.
+        distribution. It is inf for fewer than two sequences.
         """
         return t_quantile(len(self.before) - 1, NormalDist().cdf(3)) * self.error
 
@@ -411,7 +411,8 @@ class Comparison:
 def t_quantile(freedom: int, chance: float) -> float:
     """Return the quantile ``chance`` of Student's t with ``freedom`` degrees of freedom.
 
-    Cornish-Fisher (Abramowitz and Stegun 26.7.5), and exact where that series is not: for 1 and 2.
+    It uses the Cornish-Fisher series (Abramowitz and Stegun 26.7.5), and exact formulas for 1 and 2
+    degrees of freedom, where the series is inaccurate.
     """
     if freedom < 1:
         return math.inf
@@ -434,15 +435,15 @@ class Evaluation:
     """The evaluation of one upload on random and assigned text.
 
     Args:
-        uid: The miner's.
-        outer_step: The outer step of its close.
+        uid: The miner's uid.
+        outer_step: The outer step of the upload's close.
         random: The comparison on text that nobody was assigned; None if the upload was reset.
         assigned: The comparison on text that the miner was assigned; None if the upload was reset,
-            if miners train on text of their own, or if the miner's blocks are too short.
-        cause: Why it was reset, as events have it: ``STALE`` (it came too late), ``NO_DATA`` (it
-            could not be judged in time), ``BAD_GRADIENT`` (the file cannot be used), ``NOT_FINITE``
-            (the loss after it) or ``MAKES_IT_WORSE``; empty if it was not.
-        reason: The finding in words; empty if it was not reset.
+            if miners train on their own text, or if the miner's blocks are too short.
+        cause: Why it was reset, in the form of events: ``STALE`` (it came too late), ``NO_DATA``
+            (it could not be judged in time), ``BAD_GRADIENT`` (the file cannot be used),
+            ``NOT_FINITE`` (the loss after it) or ``MAKES_IT_WORSE``; empty if it was not reset.
+        reason: The cause in words; empty if it was not reset.
 
     Examples:
         >>> better = Comparison((5120,), (2.0, 2.1), (1.9, 2.0))
@@ -465,9 +466,9 @@ class Evaluation:
 
     @property
     def chance(self) -> float | None:
-        """The chance that assigned text gains more than random text, on other text of both.
+        """The probability that the upload really helps more on assigned text than on random text.
 
-        None for a reset upload or too little text.
+        None if the upload was reset, or if there was too little text.
         """
         if self.random is None or self.assigned is None:
             return None
@@ -485,8 +486,7 @@ class Evaluator:
     Args:
         model: Computes the losses.
         pages: Returns the text of ``(uid, block)``, int64 ``(n, sequence_length)``.
-        assigned: Whether to measure assigned text too; False if miners train on text of their
-            own.
+        assigned: Whether to measure assigned text too; False if miners train on their own text.
 
     Examples:
         ```python
@@ -513,18 +513,18 @@ class Evaluator:
         """Measure by how much an upload lowers the loss on random and assigned text.
 
         Args:
-            uid: The member's.
-            file: Its upload.
-            own_blocks: Blocks of text that it was trained on, to be tried in this order; never
-                empty.
-            judged: The global weights to apply it to, and the outer learning rate.
-            random_blocks: One block, as validators draw it; more make the figures surer.
+            uid: The member's uid.
+            file: The member's upload.
+            own_blocks: Blocks of text that the upload was trained on, to be tried in this order;
+                never empty.
+            judged: The global weights to apply the upload to, and the outer learning rate.
+            random_blocks: One block that was drawn at random; with more, the figures are surer.
 
         Raises:
-            DataUnavailable: If the text cannot be read or measured, which says nothing of the
+            DataUnavailable: If the text cannot be read or measured, which says nothing about the
                 upload.
-            Stopped: If the model's ``stop`` was set.
-            torch.AcceleratorError: After it the GPU cannot be used by this process any more.
+            StopNow: If the model's ``stop`` was set.
+            torch.AcceleratorError: If the GPU failed; this process cannot use it any more.
         """
         outer_step = judged.outer_step
         try:
@@ -541,24 +541,24 @@ class Evaluator:
                     blocks.append((block,))
                     texts.append(text)
             # Load the weights after the text, because nothing can be judged without a text. Load
-            # them again for each upload, because the upload before is still subtracted.
+            # them again for each upload, because the previous upload is still subtracted.
             self.model.load(judged.weights)
             before = [self.model.losses(text) for text in texts]
         except (DataUnavailable, torch.AcceleratorError):
             raise
         except ConfigError as error:
-            # A few tokenizers have words beyond their model's vocabulary. Such a word costs one
-            # text, not the scores.
+            # A few tokenizers have words outside their model's vocabulary. Such a word makes one
+            # text unusable, but must not affect the scores.
             raise DataUnavailable(str(error)) from None
-        # The rows or this machine have a fault: the upload was not read until here.
+        # The fault lies with the rows or this machine: the upload has not been read yet.
         except Exception as error:
             raise DataUnavailable(f"its text cannot be measured: {in_a_line(error)}") from error
-        # Scores follow from both losses, and a loss that is not finite would cost all members
-        # their scores.
+        # Scores follow from both losses, and a loss that is not finite would spoil the scores of
+        # all members.
         if not all(math.isfinite(loss) for losses in before for loss in losses):
             raise DataUnavailable("the loss before it is not finite")
         try:
-            # Decode one parameter at a time, because together they are as large as the model.
+            # Decode one parameter at a time, because all of them are as large as the model.
             for name, shape in self.model.schema:
                 factor = judged.learning_rate * APPLIED_FRACTION
                 self.model.subtract(name, file.decode(name, shape), factor)
@@ -579,7 +579,7 @@ class Evaluator:
         return Evaluation(uid, outer_step, found[0], found[1] if len(found) > 1 else None)
 
     def _text(self, uid: int, blocks: Sequence[int]) -> tuple[int, Tensor]:
-        """Return the first of ``blocks`` that has enough text, with it. Raises DataUnavailable."""
+        """Return the first block with enough text, and that text. Raises DataUnavailable."""
         *others, last = blocks
         for block in others:
             with contextlib.suppress(ShortText):
@@ -588,7 +588,7 @@ class Evaluator:
 
 
 def judgement_fields(judgement: Evaluation, revision: str) -> Mapping[str, object]:
-    """Return the fields of an ``upload_scored`` event. ``revision``: the tag, left out if empty."""
+    """Return the fields of an ``upload_scored`` event; an empty ``revision`` is left out."""
     fields: dict[str, object] = {
         "uid": judgement.uid,
         "outer_step": judgement.outer_step,

@@ -3,24 +3,25 @@
     dt-export FOLDER [options] [flags of the validator]...
 
     dt-export model                                  the newest state of the network's bucket
-    dt-export model --subnet runs/localnet           of a local subnet that runs
-    dt-export model --from runs/localnet/validator   of a run folder
-    dt-export model --sample "def main" --eval       and print text and held-out perplexity
+    dt-export model --subnet runs/localnet           the state of a running local subnet
+    dt-export model --from runs/localnet/validator   the state in a run folder
+    dt-export model --sample "def main" --eval       also print text and held-out perplexity
 
-    --outer-step N     of this outer step (default: the newest)
-    --from FOLDER      read files instead of the network
-    --subnet FOLDER    the local subnet whose run folder this is
-    --merge            write adapters into their base, as one whole model
+    --outer-step N     the outer step to export (default: the newest)
+    --from FOLDER      read a run folder instead of the network
+    --subnet FOLDER    the run folder of a local subnet
+    --merge            merge adapters into their base, as one whole model
     --sample TEXT      continue this text with the exported model
-    --tokens N         its length in tokens (64)
-    --eval [N]         loss and perplexity on N sequences of validators' random pages (16)
+    --tokens N         the most tokens that --sample adds (64)
+    --eval [N]         loss and perplexity on N sequences of the held-out text (16)
 
-FOLDER gets config.json, model.safetensors (float32) and the tokenizer's files, all or nothing, and
-a model card, README.md. If the network trains adapters, it gets what PEFT reads, without the base;
---sample and --eval need --merge then. `hf upload OWNER/NAME FOLDER` sends it to the Hugging Face
-Hub. ``AutoModelForCausalLM.from_pretrained(FOLDER)`` and lm-evaluation-harness's ``--model hf
---model_args pretrained=FOLDER`` read it. Exit status: 0 exported, 1 the network or the state could
-not be read, 2 a flag is wrong.
+The export writes config.json, model.safetensors (float32) and the tokenizer's files into FOLDER,
+all or nothing, and a model card, README.md. If the network trains adapters, it writes the files
+that PEFT reads, without the base; --sample and --eval then need --merge. Send FOLDER to the Hugging
+Face Hub with `hf upload OWNER/NAME FOLDER`. Load it with
+``AutoModelForCausalLM.from_pretrained(FOLDER)``, or with lm-evaluation-harness's ``--model hf
+--model_args pretrained=FOLDER``. Exit status: 0 exported, 1 the network or the state could not be
+read, 2 a flag is wrong.
 """
 
 from __future__ import annotations
@@ -71,22 +72,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__ or NO_HELP)
         return 0
     try:
-        # Check the folder before anything is fetched, or a wrong one would be refused only after a
-        # download of gigabytes.
+        # Check the folder before anything is fetched: otherwise a wrong folder would be refused
+        # only after a download of gigabytes.
         folder: Path | None = options.folder
         if folder is None:
-            raise ConfigError("no folder is given, so nothing was exported: dt-export FOLDER")
+            raise ConfigError("no folder was given, so nothing was exported: dt-export FOLDER")
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(
-                f"{folder} exists already, so nothing was exported: give a folder that is not there"
+                f"{folder} already exists, so nothing was exported: choose a folder that does not"
             )
         if not folder.absolute().parent.is_dir():
             raise ConfigError(
-                f"{folder.absolute().parent} is not there, so nothing was exported: make it first"
+                f"{folder.absolute().parent} does not exist, so nothing was exported: create it"
             )
         # Put these first, so that the same flag on the command line wins.
         given = ["--neuron.device", "cpu", *subnet_flags(options.subnet)]
-        # A run folder has what the network publishes: its tokenizer, its text.
+        # A run folder has what the network publishes: its tokenizer and its text.
         if options.source is not None and (options.source / "published").is_dir():
             given += ["--neuron.run_folder", str(options.source)]
         given += flags
@@ -94,14 +95,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         adapters = config.network.head.kind == "lora"
         if adapters and not options.merge and (options.sequences or options.sample):
             raise ConfigError(
-                "--eval and --sample need the whole model, and this network trains adapters, so "
+                "--eval and --sample need the whole model, but this network trains adapters, so "
                 "nothing was exported: add --merge"
             )
         if options.source is None:
             require(**extras_of_network(config))
     except ConfigError as error:
         return exit_with(error)
-    # The heavy imports, once the flags are known to be right.
+    # Do the slow imports only once the flags are known to be right.
     from distributed_training.chain.base import ChainError
     from distributed_training.node.start import NetworkFailure
     from distributed_training.scoring.evaluator import DataUnavailable
@@ -134,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def fetch_weights(config: Config, folder: Path, outer_step: int | None) -> None:
-    """Fetch weights that are whole in the network's bucket as a run folder has them.
+    """Fetch whole weights from the network's bucket, and arrange them as in a run folder.
 
     Raises ConfigError, ChainError, StoreError, OSError.
     """
@@ -163,17 +164,17 @@ def find_weights(folder: Path, outer_step: int | None) -> tuple[int, Path]:
         there = f"those of outer steps {', '.join(map(str, found))}" if found else "none"
         raise ExportError(
             f"{folder} has no weights of outer step {step} ({there} are there), so nothing was "
-            "exported: leave --outer-step out for the newest, or --from for the network's"
+            "exported: omit --outer-step for the newest weights, or --from for the network's"
         )
     return step, found[step]
 
 
 def export_model(config: Config, place: Path, folder: Path, *, merge: bool = False) -> None:
-    """Write the model of ``place``, which has its configuration and weights, as ``folder``.
+    """Export the model whose configuration and weights are in ``place`` to ``folder``.
 
-    ``merge``: adapters into their base, as one whole model. ``folder`` appears when all of it is
-    written and was checked: every tensor is there, has the shape that config.json implies, and is
-    finite. Raises ExportError, ConfigError.
+    ``merge``: whether to merge adapters into their base, as one whole model. ``folder`` appears
+    only after everything was written and checked: no tensor is missing, and each is finite and has
+    the shape that config.json implies. Raises ExportError, ConfigError.
     """
     from distributed_training.data.tokenizer import build_tokenizer, load_pretrained
     from distributed_training.protocol import keys
@@ -186,12 +187,12 @@ def export_model(config: Config, place: Path, folder: Path, *, merge: bool = Fal
         files = [(place / keys.MODEL, schema_of(model))]
         if fixed := schema_of(model, frozen=True):
             files.append((_frozen_file(config), fixed))
-        # Write next to the folder: on one disk a move is a rename, which happens whole or not at
-        # all.
+        # Write next to the folder: on the same disk a move is a rename, which succeeds completely
+        # or not at all.
         with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=".export-") as made:
             part = Path(made, "model")
             part.mkdir()
-            # Each tensor is checked, since transformers makes up a missing one and only warns.
+            # Check each tensor, since transformers makes up a missing tensor and only warns.
             kind_of(published).save(part, published, files, merge=merge)
             name = config.miner.global_tokenizer_name
             if name == "bytes":
@@ -199,7 +200,7 @@ def export_model(config: Config, place: Path, folder: Path, *, merge: bool = Fal
             else:
                 pretrained = load_pretrained(name, revision=config.tokenizer_revision)
                 pretrained.save_pretrained(part)
-            # Remove an empty folder, since shutil.move would put the model into it.
+            # Remove an empty folder, since shutil.move would put the model inside it.
             if folder.exists():
                 folder.rmdir()
             shutil.move(part, folder)
@@ -208,7 +209,7 @@ def export_model(config: Config, place: Path, folder: Path, *, merge: bool = Fal
 
 
 def _frozen_file(config: Config) -> Path:
-    """Return the file of the network's frozen tensors, fetched if it is missing.
+    """Return the file of the network's frozen tensors; fetch it if it is missing.
 
     Raises ConfigError, NetworkFailure.
     """
@@ -218,8 +219,8 @@ def _frozen_file(config: Config) -> Path:
 
     if (path := config.frozen_weights) is None:
         raise ConfigError(
-            "a part of this model is frozen, and only the network's file names it, so nothing was "
-            "exported: give --network with that file"
+            "a part of this model is frozen, and only the network's file names that part, so "
+            "nothing was exported: name that file with --network"
         )
     with ExitStack() as stack:
         fetch_published(config, lambda: BucketReader(open_bucket(config, stack)), wanted={"model"})
@@ -244,9 +245,9 @@ tokenizer = AutoTokenizer.from_pretrained("{0}")
 def model_card(
     config: Config, name: str, outer_step: int, figures: str, *, merge: bool = False
 ) -> str:
-    """Return ``README.md`` of the model: what it is, and how it is loaded.
+    """Return the model's ``README.md``: what the model is, and how to load it.
 
-    ``merge``: adapters are in their base.
+    ``merge``: whether adapters were merged into their base.
     """
     network, library, load = config.network, "transformers", _LOAD_MODEL.format(name)
     if network.head.kind == "lora" and not merge:
@@ -285,23 +286,24 @@ Trained by several parties over the internet, who averaged their pseudo-gradient
 
 
 def sample(folder: Path, prompt: str, *, tokens: int) -> str:
-    """Return ``prompt`` and what the exported model of ``folder`` continues it with.
+    """Return ``prompt`` and its continuation by the exported model in ``folder``.
 
-    At most ``tokens`` tokens and the model's context; sampled at temperature 0.8, seed 0.
+    The continuation has at most ``tokens`` tokens, and no more than fit the model's context. It is
+    sampled at temperature 0.8 with seed 0.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    # Never from the hub: a file that the export lacks must be an error here.
+    # Never load from the hub: a file that the export lacks must be an error here.
     model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     room = model.config.max_position_embeddings
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
     # Keep the end of a long prompt, since context and new tokens share max_position_embeddings.
     ids = ids[:, -max(1, room - tokens) :]
-    # The seed is for this text: a caller in the same process keeps its own.
+    # Use the seed only here: a caller in the same process keeps its random state.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         out = model.generate(
@@ -318,10 +320,10 @@ def sample(folder: Path, prompt: str, *, tokens: int) -> str:
 
 
 def held_out_loss(config: Config, folder: Path, sequences: int) -> tuple[float, str]:
-    """Return the mean cross-entropy of the exported model, in nats per token, and on which text.
+    """Return the mean cross-entropy of the exported model, in nats per token, and the text's name.
 
-    That is the network's held-out text. A network without one of its own has ``sequences``
-    sequences of pages as validators draw their random text.
+    The text is ``sequences`` sequences of the network's held-out text. If the network has no
+    held-out text of its own, they are from pages drawn like the validators' random text.
     """
     import torch
 
@@ -343,7 +345,7 @@ def held_out_loss(config: Config, folder: Path, sequences: int) -> tuple[float, 
             try:
                 own = held_out_batches(config, *tokenizer, sequences=sequences)
             except PageUnavailable as error:
-                raise NetworkFailure(f"the held-out text cannot be had: {error}") from None
+                raise NetworkFailure(f"the held-out text cannot be read: {error}") from None
             losses = {name: model.loss(text) for name, text in own.items()}
             mean = mean_loss(losses, config.domains)
             return mean, config.held_out_name + lines.describe_losses(losses)

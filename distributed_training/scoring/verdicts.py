@@ -1,8 +1,8 @@
 """Read what the validator of a store network has signed: verdicts on uploads, and whole weights.
 
-A manifest says of each upload of its close whether it was merged, and if not, why. So nobody needs
-to judge an upload again: ``dt-score`` shows the verdict that counts, and ``dt-export`` the newest
-whole weights. In the bucket, both trust only what the network's master has signed.
+A manifest says for each upload of its close whether it was merged, and if not, why. So nobody needs
+to judge an upload again: ``dt-score`` shows the verdict that counts, and ``dt-export`` exports the
+newest whole weights. In the bucket, both trust only what the network's master has signed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from distributed_training.store.errors import AccessDeniedError, StoreError
 
 
 def open_bucket(config: Config, stack: ExitStack) -> ObjectStore:
-    """Open the network's bucket: with the founder's keys, else by the registry, as a member.
+    """Open the network's bucket: with the founder's keys, otherwise the way a member does.
 
     Raises ConfigError, ChainError, StoreError.
     """
@@ -48,7 +48,7 @@ def open_bucket(config: Config, stack: ExitStack) -> ObjectStore:
         try:
             own.head(keys.STATE)
         except AccessDeniedError as error:  # a member may have the key of another network's bucket
-            print(f"{error}: so the registry is asked, as a member does", file=sys.stderr)
+            print(f"{error}: so the bucket is opened as by a member", file=sys.stderr)
         else:
             return own
     if config.has_bucket:
@@ -64,16 +64,16 @@ def open_bucket(config: Config, stack: ExitStack) -> ObjectStore:
 
 
 class SignedChain:
-    """The newest outer step of a network as its bucket shows it; ``folder`` keeps our copies.
+    """The newest outer step of a network, as the bucket shows it.
 
-    Raises StoreError.
+    ``folder``: where our copies are kept. Raises StoreError.
     """
 
     def __init__(self, config: Config, reader: BucketReader, folder: Path) -> None:
         by = Master(config.swarm.run_id, config.miner.master_ss58_address, verify_signature)
         self._reader = reader
         self._copy = ChainCopy(reader, folder / "chain", by)
-        # Do not compare the time, because a network that nobody leads any more is read too.
+        # Do not compare the time, so that a network that nobody leads any more can be read too.
         self.state: State = self._copy.state(reader.head(keys.STATE), 0.0)
 
     def head(self) -> Manifest:
@@ -82,15 +82,15 @@ class SignedChain:
         return self._copy.manifest(self.state.outer_step)
 
     def fetch_weights(self, folder: Path, outer_step: int | None) -> int:
-        """Fetch whole weights of ``outer_step``, None: the newest, as a run folder has them.
+        """Fetch the whole weights of ``outer_step`` (None: the newest) into ``folder``.
 
-        Returns their outer step. Raises OSError too.
+        They are arranged as in a run folder. Returns their outer step. Raises OSError too.
         """
         there = self.state.weights_at
         found = max(there, default=0) if outer_step is None else outer_step
         if found not in there:
             raise StateUnavailable(
-                f"the bucket has whole weights of outer steps {', '.join(map(str, there))}, and "
+                f"the bucket has whole weights of outer steps {', '.join(map(str, there))}, but "
                 f"none of {found}"
             )
         self._copy.link(found, self.state)
@@ -116,7 +116,7 @@ def show(config: Config, options: argparse.Namespace) -> int:
     with TemporaryDirectory() as folder:
         while True:
             try:
-                with ExitStack() as stack:  # open it for each look, so that a failure is not kept
+                with ExitStack() as stack:  # open it again each time, so that no failure lasts
                     reader = BucketReader(open_bucket(config, stack))
                     chain = SignedChain(config, reader, Path(folder))
                     manifest = chain.head()
@@ -145,7 +145,7 @@ def show(config: Config, options: argparse.Namespace) -> int:
 def verdicts(
     manifest: Manifest, *, uids: Sequence[int] | None = None, hotkey: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield what a manifest says of each upload: of these uids, of this hotkey, or of all."""
+    """Yield what a manifest says about each upload of these uids, of this hotkey, or of all."""
     found = [
         *(
             {"verdict": "merged" if one.factor else "carried", **asdict(one)}
@@ -161,7 +161,7 @@ def verdicts(
 def lines_of(
     manifest: Manifest, closes_at: float, rows: Sequence[Mapping[str, Any]]
 ) -> Iterator[str]:
-    """Yield a line for the outer step, and one for each upload."""
+    """Yield a line for the outer step, and a line for each upload."""
     closes = datetime.fromtimestamp(closes_at, UTC)
     carried = sum(not each.factor for each in manifest.merged)
     yield (
@@ -177,10 +177,10 @@ def lines_of(
         elif row["verdict"] == "carried":
             found = (
                 f"carried over: {row['improvement']:+.4f} nats per token is less than others gain, "
-                "or than chance may give, so its member sends that movement again"
+                "or than chance explains, so its member sends that movement again"
             )
         else:
             found = f"refused ({row['cause']}): {row['reason']}"
         yield f"uid {row['uid']:03d}: {found}"
     if not rows:
-        yield "no upload of whoever was asked for came to that close"
+        yield "none of the requested members uploaded for that close"

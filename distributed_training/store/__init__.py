@@ -1,1 +1,1 @@
-"""The object store: its kinds, and uploads and downloads that continue after a kill."""
+"""The object store: its kinds, and uploads and downloads that resume after a kill."""

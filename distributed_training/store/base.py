@@ -1,12 +1,12 @@
-"""The interface of an object store, eight methods, and the registry of its kinds.
+"""The interface of an object store (eight methods), and the registry of the kinds of stores.
 
-A store is one bucket: objects of bytes by key. Files too large for one request go in parts where
-the store has :class:`MultipartStore`, and in one piece where it has not. Each operation makes one
-attempt; :class:`~.transfer.Retry` makes more. Several threads may call them at once.
+A store is one bucket, which maps keys to bytes. A file too large for one request is sent in parts
+if the store is a :class:`MultipartStore`, and otherwise in one piece. Each operation makes one
+attempt; :class:`~.transfer.Retry` makes more. Several threads may call operations at the same time.
 
-A kind of store is a function that opens a bucket, registered in :data:`STORES` by its own file.
-``--r2.endpoint_url`` (``store.endpoint`` of the network's file) chooses it:
-:func:`~.opening.open_store`.
+A kind of store is a function that opens a bucket; the file that defines it registers it in
+:data:`STORES`. :func:`~.opening.open_store` chooses the kind by ``--r2.endpoint_url``
+(``store.endpoint`` of the network's file).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from .errors import PreconditionError, StoppedError, TakenError
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """One object of a listing or of a HEAD request.
+    """One object, as described by a listing or a HEAD request.
 
-    ``etag``: at most stores the MD5 in hex of an object that was put in one piece, and
-    ``md5-of-part-md5s`` + ``-n`` of an object of n parts; see :func:`same_etag`. ``modified``:
-    seconds since 1970, by the store's clock. ``age_seconds``: also by the store's clock, so a wrong
-    clock of ours does not matter. It is below zero if that clock was set back since, or rounds
-    up, and None in listings. ``cached``: a cache on the way may have answered, so the store's clock
-    is not known to the second.
+    ``etag``: at most stores the hex MD5 for an object that was put in one piece, and
+    ``md5-of-part-md5s`` + ``-n`` for an object of n parts; see :func:`same_etag`. ``modified``:
+    seconds since 1970, by the store's clock. ``age_seconds``: also by the store's clock, so it does
+    not matter if our clock is wrong. It is negative if the store's clock was set back since then,
+    or rounds up, and None in listings. ``cached``: the answer may come from a cache on the way, so
+    the store's clock is not known to the second.
     """
 
     key: str
@@ -55,29 +55,29 @@ class PartInfo:
 
     number: int  # from 1
     size: int
-    etag: str  # etag as the store writes it: MD5 in hex, or anything
+    etag: str  # as the store writes it: a hex MD5, or anything else
 
 
 @dataclass(frozen=True)
 class MultipartInfo:
-    """One multipart upload that is not completed."""
+    """One multipart upload that has not been completed."""
 
     key: str
     upload_id: str
-    initiated: float  # seconds since 1970, the store's clock
+    initiated: float  # seconds since 1970, by the store's clock
 
     @property
     def age(self) -> timedelta:
-        """The time since it was begun, by our clock."""
+        """The time since the upload was begun, by our clock."""
         return timedelta(seconds=max(0.0, time.time() - self.initiated))
 
 
 def same_etag(one: str, other: str) -> bool:
-    """Compare two etags; some stores write the digits of an MD5 as capitals."""
+    """Compare two etags, ignoring case: some stores write MD5s in capitals."""
     return bool(one) and one.lower() == other.lower()
 
 
-#: The etag that most stores give an object of several parts.
+#: The form of the etag that most stores give an object of several parts.
 OF_PARTS = re.compile(r"[0-9a-fA-F]{32}-\d+")
 
 
@@ -86,23 +86,23 @@ def is_md5(etag: str) -> bool:
 
 
 def md5_of(data: bytes | Section) -> str:
-    """Return the MD5 of a body in hex."""
+    """Return the hex MD5 of a request body."""
     if isinstance(data, Section):
         return data.md5
     return hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 
-#: The most names in a list, because the list of an untrusted bucket may have no end.
+#: The most objects to list, because the listing of an untrusted bucket may never end.
 MOST_LISTED = 200_000
-_COMPARED = 16 * 1024 * 1024  # bytes of a range
-CONCURRENT = 6  # parts, ranges or small files that are sent or fetched at once
+_COMPARED = 16 * 1024 * 1024  # bytes to fetch and compare at a time
+CONCURRENT = 6  # how many parts, ranges or small files are sent or fetched at once
 
 
 class ObjectStore(Protocol):
     """One bucket of an object store.
 
-    All methods are thread-safe, make one attempt, and raise :class:`StoreError` of the kind that
-    fits. A :class:`~.base.Section` is sent from its beginning.
+    All methods are thread-safe, make one attempt, and raise the fitting kind of
+    :class:`StoreError`. A :class:`~.base.Section` is always sent from its beginning.
 
     Examples:
         >>> import tempfile
@@ -122,7 +122,7 @@ class ObjectStore(Protocol):
         ...
 
     def head(self, key: str) -> ObjectInfo | None:
-        """Return size, etag and age of an object; None if there is no such object.
+        """Return the size, etag and age of an object; None if there is no such object.
 
         Args:
             key: The object's name in the bucket.
@@ -142,22 +142,22 @@ class ObjectStore(Protocol):
         ...
 
     def get_range(self, key: str, start: int, length: int, *, etag: str = "") -> bytes:
-        """Return a range of an object, shorter at the object's end.
+        """Return a range of an object, or less if the object ends within the range.
 
         Args:
             key: The object's name in the bucket.
             start: First byte.
             length: Number of bytes.
-            etag: The etag that the object must still have; empty: any.
+            etag: The etag that the object must still have; empty for any etag.
 
         Raises:
             ObjectMissingError: If there is no such object.
-            PreconditionError: If its etag is another.
+            PreconditionError: If the object has a different etag.
         """
         ...
 
     def put(self, key: str, data: bytes | Section) -> str:
-        """Write an object; return its etag, which :meth:`head` gives from then on.
+        """Write an object; return its etag, which :meth:`head` returns from then on.
 
         Args:
             key: The object's name in the bucket.
@@ -177,7 +177,7 @@ class ObjectStore(Protocol):
         """List the objects of a bucket, in the order of their keys.
 
         Args:
-            prefix: Only keys that begin with it.
+            prefix: List only keys that begin with this prefix.
             most: The most objects to list.
 
         Raises:
@@ -195,7 +195,7 @@ class ObjectStore(Protocol):
 
 
 class MultipartStore(ObjectStore, Protocol):
-    """A bucket that accepts a file in parts; nothing is visible before the last call.
+    """A bucket that accepts a file in parts; the object appears only after the last call.
 
     Examples:
         ```python
@@ -221,30 +221,30 @@ class MultipartStore(ObjectStore, Protocol):
 
         Args:
             key: The object's name in the bucket.
-            upload_id: As :meth:`create_multipart` returned it.
+            upload_id: The id that :meth:`create_multipart` returned.
             number: The part's number, from 1.
             data: All bytes of the part.
 
         Raises:
-            IntegrityError: If the store holds other bytes afterwards.
+            IntegrityError: If the store holds different bytes afterwards.
         """
         ...
 
     def list_parts(self, key: str, upload_id: str) -> list[PartInfo]:
-        """List the parts that an upload holds.
+        """List the parts of an upload that the store has received.
 
         Args:
             key: The object's name in the bucket.
-            upload_id: As :meth:`create_multipart` returned it.
+            upload_id: The id that :meth:`create_multipart` returned.
         """
         ...
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[PartInfo]) -> str:
-        """Put the parts of an upload together; return the object's etag.
+        """Join the parts of an upload into the object; return the object's etag.
 
         Args:
             key: The object's name in the bucket.
-            upload_id: As :meth:`create_multipart` returned it.
+            upload_id: The id that :meth:`create_multipart` returned.
             parts: All parts, in the order of their numbers.
         """
         ...
@@ -254,15 +254,15 @@ class MultipartStore(ObjectStore, Protocol):
 
         Args:
             key: The object's name in the bucket.
-            upload_id: As :meth:`create_multipart` returned it.
+            upload_id: The id that :meth:`create_multipart` returned.
         """
         ...
 
     def list_multiparts(self, prefix: str = "") -> list[MultipartInfo]:
-        """List the uploads that were begun and neither completed nor aborted.
+        """List the uploads that were begun but neither completed nor aborted.
 
         Args:
-            prefix: Only keys that begin with it.
+            prefix: List only keys that begin with this prefix.
         """
         ...
 
@@ -270,10 +270,10 @@ class MultipartStore(ObjectStore, Protocol):
 def put_once(store: ObjectStore, key: str, data: bytes | Section) -> str:
     """Write an object that nobody may replace; return its etag.
 
-    If the store has a method ``put_new``, which raises PreconditionError if there is an object, one
-    of two writers wins. With other stores the client looks first, so two writers at one moment may
-    both write. It is not an error if the same bytes are there already, as after an answer that was
-    lost. Raises TakenError if other bytes are there, and StoreError.
+    If the store has a method ``put_new``, which raises PreconditionError if the object exists, only
+    one of two writers wins. With other stores the client checks first, so two simultaneous writers
+    may both write. It is not an error if the object already exists with the same bytes, for example
+    because an answer was lost. Raises TakenError if it exists with other bytes, and StoreError.
     """
     put_new = getattr(store, "put_new", None)
     if put_new is None:
@@ -295,7 +295,7 @@ def require_same(
     """Return ``held`` if that object has the bytes of ``data``. Raises TakenError, StoreError."""
     if held is None or not _holds(store, held, data):
         raise TakenError(
-            f"{store.bucket}/{key} holds other bytes already, and nobody may replace them: nothing "
+            f"{store.bucket}/{key} already holds other bytes, and nobody may replace them: nothing "
             "was written"
         )
     return held
@@ -322,8 +322,9 @@ class OpenStore(Protocol):
     """A function that opens a bucket, registered in :data:`STORES` as a kind of store.
 
     It is called with ``settings`` (endpoint, keys, limits), ``bucket`` (the name), ``write``
-    (whether to open it for writing) and ``credentials``: the keys of another's bucket, as its owner
-    committed them, or None for our own bucket. It raises ValueError, with a line for the operator.
+    (whether to open it for writing) and ``credentials``: the keys of another member's bucket, as
+    its owner committed them, or None for our own bucket. It raises ValueError, with a line for the
+    operator.
 
     Examples:
         ```python
@@ -347,11 +348,11 @@ class OpenStore(Protocol):
 STORES: Kinds[OpenStore] = Kinds("object store")
 
 
-# --- request bodies, and the end of transfers on request ------------------------------------------
+# --- request bodies, and stopping transfers on request --------------------------------------------
 
 
 class Uplink:
-    """Open, or stopped for good: transfers check it between parts and at each read. Thread-safe."""
+    """A thread-safe, one-way switch: once stopped, transfers end at their next part or read."""
 
     def __init__(self) -> None:
         self._stopped = threading.Event()
@@ -364,7 +365,7 @@ class Uplink:
         self._stopped.set()
 
     def check_stopped(self) -> None:
-        """Raise StoppedError once stopped; long work on files calls it."""
+        """Raise StoppedError if the uplink was stopped; long file operations call this."""
         if self._stopped.is_set():
             raise StoppedError("stopped as asked")
 
@@ -377,7 +378,7 @@ class Uplink:
 class Section(io.RawIOBase):
     """A range of a file as a request body.
 
-    Read with ``pread``, so one file handle serves all parts; nothing but the block under way is in
+    It is read with ``pread``, so one file handle serves all parts, and only the current block is in
     memory.
     """
 
@@ -397,7 +398,7 @@ class Section(io.RawIOBase):
 
     @property
     def md5(self) -> str:
-        """The MD5 in hex, for which the first call reads the range. Raises StoppedError."""
+        """The hex MD5; the first call reads the whole range. Raises StoppedError."""
         if not self._md5:
             digest = hashlib.md5(usedforsecurity=False)
             for at in range(0, self._size, self.BLOCK):
@@ -426,9 +427,9 @@ class Section(io.RawIOBase):
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        """Read up to ``BLOCK`` bytes, even when fewer are asked for."""
+        """Read ``size`` bytes, or up to ``BLOCK`` bytes if fewer are asked for."""
         if self._uplink is not None and self._uplink.stopped:
-            # At this error urllib3 drops the connection, so the stop takes at most one block.
+            # This error makes urllib3 drop the connection, so a stop takes effect within one block.
             raise OSError("the uplink is closed")
         wanted = self._size - self._at
         if size is not None and size >= 0:

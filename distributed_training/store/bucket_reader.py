@@ -1,11 +1,10 @@
-"""Read the bucket of another, whose objects may be missing, slow, or hold anything at all.
+"""Read another member's bucket, whose objects may be missing, slow, or contain anything at all.
 
-So every read names the most bytes that it accepts, and ends within a time. Nothing of a file is
-run.
+So every read has a limit on its bytes and on its time, and nothing from a file is executed.
 
-A read key is committed to the chain, where everybody can read it for good, so it must never allow a
-write. Only the store knows what a key allows. So a start tries it before the commitment, by a read
-and by a write that the store has to refuse.
+A read key is committed to the chain, where everybody can read it forever, so it must never allow a
+write. Only the store knows what a key allows. So before the key is committed, a start tests it with
+a read, and with a write that the store has to refuse.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from .transfer import Retry, deadline_in, download
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES = 256 * 1024**3  # bytes of one file
+MOST_BYTES = 256 * 1024**3  # the most bytes in one file
 
 
 class StateUnavailable(StoreError):
-    """The state asked for is not there, not whole or not sound; the text says which."""
+    """The requested state is missing, incomplete or damaged; the text says which."""
 
 
 class BucketReader:
-    """One bucket, read with read credentials. All methods raise StoreError.
+    """One bucket, opened with read credentials. All methods raise StoreError.
 
-    ``small`` covers a question with its retries, ``large`` a whole file or state.
+    ``small``: time limit of a small request with its retries; ``large``: of a whole file or state.
     """
 
     def __init__(
@@ -56,21 +55,21 @@ class BucketReader:
         return self.store.bucket
 
     def stop(self) -> None:
-        """End a fetch under way (it raises StoppedError); the next one continues with its files."""
+        """Stop the current fetch, which raises StoppedError; the next one continues its files."""
         self._uplink.stop()
 
     # --- small objects --------------------------------------------------------------------------
 
     def head(self, key: str) -> ObjectInfo | None:
-        """Return size, etag and age of an object; None if there is no such object."""
+        """Return the size, etag and age of an object; None if there is no such object."""
         return self._retry(self.store.head, key)
 
     def get(self, key: str, *, limit: int) -> bytes | None:
-        """Return a small object, None if there is none. IntegrityError for more than ``limit``."""
+        """Return a small object, or None if it is missing. IntegrityError if over ``limit``."""
         return self._retry(self.store.get, key, limit=limit)
 
     def network(self) -> Shown | None:
-        """Return whose network the global bucket is; None if it does not say.
+        """Return which network the global bucket belongs to; None if it does not say.
 
         Raises StateUnavailable for a damaged ``network.json``.
         """
@@ -81,9 +80,9 @@ class BucketReader:
             raise StateUnavailable(f"{self.name}/{keys.NETWORK}: {error}") from None
 
     def version(self, number: int) -> str | None:
-        """Return the text of that version of the network's file; None if it is not there.
+        """Return the text of version ``number`` of the network's file; None if it is missing.
 
-        Bytes that are not text are replaced: no signature fits them.
+        Bytes that are not valid text are replaced; no signature will match such a text anyway.
         """
         data = self.get(keys.VERSION.format(number), limit=LARGEST_FILE)
         return None if data is None else data.decode(errors="replace")
@@ -109,13 +108,13 @@ class BucketReader:
                 uplink=self._uplink,
             )
         except OSError as error:
-            # The errors of reads and writes by a handle name no file.
+            # Errors from reading or writing through a file handle do not name the file.
             raise StoreError(f"{error.filename or 'the disk'}: {error.strerror or error}") from None
 
     def fetch_signed(self, key: str, path: Path, digest: str, *, limit: int) -> None:
-        """Fetch the object of this SHA-256 into ``path``, unless it is there.
+        """Fetch the object with this SHA-256 into ``path``, unless it is already there.
 
-        Raises ObjectMissingError, and StateUnavailable for other bytes, of which nothing stays.
+        Raises ObjectMissingError, and StateUnavailable for other bytes, which are deleted.
         """
         if path.exists() and sha256_of(path) == digest:
             return
@@ -124,11 +123,11 @@ class BucketReader:
         if (found := sha256_of(path)) != digest:
             path.unlink()
             raise StateUnavailable(
-                f"{key} has the digest {found}, and the signed manifest {digest or 'none of it'}"
+                f"{key} has the digest {found}, but the manifest has {digest or 'nothing for it'}"
             )
 
 
-# --- outer steps on the disk --------------------------------------------------------------------
+# --- outer steps on disk ------------------------------------------------------------------------
 
 
 def states(folder: Path) -> list[tuple[int, Path]]:
@@ -150,30 +149,30 @@ PROBE_KEY = ".miner/read-key-probe"
 
 
 class WritableReadKeyError(StoreError):
-    """The key that would be published may write. Nothing may be committed with it."""
+    """The key that would be published can write, so it must not be committed."""
 
 
 def check_read_key(reader: ObjectStore, *, timeout: timedelta) -> None:
-    """Check that ``reader``, opened with the read key, can read its bucket and not write it.
+    """Check that ``reader``, opened with the read key, can read its bucket but not write to it.
 
-    ``timeout`` covers both requests with their retries. Leaves nothing in the bucket. Raises
-    WritableReadKeyError; AccessDeniedError if validators could not read with this key;
+    ``timeout`` covers both requests with their retries. The check leaves nothing in the bucket.
+    Raises WritableReadKeyError; AccessDeniedError if validators could not read with this key;
     BucketMissingError. DeadlineError and other StoreErrors mean that the store gave no clear
-    answer, which is no reason to publish the key either.
+    answer, so the key must not be published in that case either.
     """
     retry = Retry(until=deadline_in(timeout))
-    # Read first, because a store refuses an unknown key too, whatever that key may do.
+    # Read first: a store refuses an unknown key too, so only a key that can read is tested.
     retry(reader.get, keys.STATE, limit=LARGEST_SHOWN)
     try:
         retry(reader.put, PROBE_KEY, b"")
     except ClockSkewError:
-        raise  # it is an AccessDeniedError too, but says nothing about the key
+        raise  # this is an AccessDeniedError too, but says nothing about the key
     except AccessDeniedError:
         return
     with contextlib.suppress(StoreError):
         reader.delete(PROBE_KEY)
     raise WritableReadKeyError(
         f"the key in R2_READ_ACCESS_KEY_ID can write to bucket {reader.bucket}; it is published on "
-        "the chain, so anyone could replace or delete the uploads: nothing was committed. Make a "
-        'key that may only read ("Object Read only" in the R2 dashboard) and put it into .env'
+        "the chain, so anyone could replace or delete the uploads: nothing was committed. Create a "
+        'key that can only read ("Object Read only" in the R2 dashboard) and put it into .env'
     )

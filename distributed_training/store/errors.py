@@ -1,22 +1,22 @@
-"""The errors of an object store, told apart by what to do about them.
+"""The errors of an object store, distinguished by what to do about them.
 
-The texts are for the operator and never hold a key, a secret or a signed address:
+Their texts are for the operator and never contain a key, a secret or a signed URL:
 
     StoreError
         TransientError          back off and try again
-            NotGrantedError     by the registry, which does not answer
-            OtherBytesError     and look elsewhere if it stays
-        CertificateError        the authorities, or the clock
-        AccessDeniedError       the keys
-            ClockSkewError      the clock
-        RefusedError            what the store says
+            NotGrantedError     the same; the registry did not answer
+            OtherBytesError     the same; look elsewhere if it persists
+        CertificateError        check the certificate authorities, or the clock
+        AccessDeniedError       check the keys
+            ClockSkewError      set the clock
+        RefusedError            do what the store says
         BucketMissingError, ObjectMissingError, UploadMissingError
-        UnsupportedError        do without
-        PreconditionError       begin again
-            TakenError          other bytes are there, and stay
-        IntegrityError          other bytes than they should be
+        UnsupportedError        do without the operation
+        PreconditionError       start over
+            TakenError          give up: the other bytes will stay
+        IntegrityError          do not use the bytes
         NoRoomError, DeadlineError
-    StoppedError                no fault: the operation was ended on request
+    StoppedError                not a fault: the operation was stopped on request
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ class AccessDeniedError(StoreError):
 
 
 class OtherBytesError(TransientError):
-    """A range came with other bytes than were asked for: a cache may cut or ignore it."""
+    """The answer is not the requested range: a cache may have cut or ignored the range."""
 
 
 class NotGrantedError(TransientError):
-    """The registry, which grants URLs of the store, gave no answer: the store was not asked."""
+    """The registry, which grants the store's URLs, did not answer, so the store was not asked."""
 
 
 class CertificateError(StoreError):
-    """The store's certificate is not accepted: by its authority, its name or its time."""
+    """The store's certificate is not accepted, because of its authority, its name or its dates."""
 
 
 class RefusedError(StoreError):
-    """The store refuses for a reason of its own, which it says: a quota, a bill, a lock."""
+    """The store refuses for a reason that it states: a quota, an unpaid bill, a lock."""
 
 
 class ClockSkewError(AccessDeniedError):
@@ -67,39 +67,39 @@ class ObjectMissingError(StoreError):
 
 
 class UploadMissingError(StoreError):
-    """There is no such multipart upload: completed, aborted, or expired."""
+    """There is no such multipart upload: it was completed or aborted, or it has expired."""
 
 
 class PreconditionError(StoreError):
-    """412: the object changed between two requests that had to see the same one."""
+    """412: the object changed between two requests, or it already exists."""
 
 
 class TakenError(PreconditionError):
-    """An object that nobody may replace is there, with other bytes than ours."""
+    """An object that nobody may replace already exists, with bytes other than ours."""
 
 
 class UnsupportedError(StoreError):
-    """501: the store has no such operation, or does not know one of its conditions."""
+    """501: the store does not support the operation or one of its conditions."""
 
 
 class IntegrityError(StoreError):
-    """The store has other bytes than were sent, or a file fails its check.
+    """The store has different bytes than were sent, or a file fails its check.
 
-    No retry follows in the same operation, since it might send the same bytes for an hour. The next
-    sending continues with the parts that are missing.
+    The operation does not retry, since it might send the same bytes for an hour. The next upload
+    continues with the parts that are missing.
     """
 
 
 class NoRoomError(StoreError):
-    """The disk has no room for a download; the bytes that came are kept."""
+    """The disk has no room for a download; the text says whether the bytes so far are kept."""
 
 
 class DeadlineError(StoreError):
-    """The retries of an operation used up its time. The text says what the last attempt met."""
+    """An operation ran out of time despite its retries. The text has its last error."""
 
 
 class StoppedError(Exception):
-    """The operation was ended on request; what the store holds of it stays.
+    """The operation was stopped on request; anything it has already stored stays there.
 
-    It is not a StoreError: whoever reports a store that fails must not report a stop.
+    It is not a StoreError, because code that reports store failures must not report a stop.
     """

@@ -1,7 +1,7 @@
 """Use a folder as a bucket of files, for example on a disk that several machines mount.
 
-``--r2.endpoint_url folder:///PLACE`` chooses it; buckets are the folders in that place. The rights
-of the files decide who may write, so no keys are read.
+``--r2.endpoint_url folder:///PLACE`` chooses it; the folders in that place are the buckets. File
+permissions decide who may write, so no keys are read.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from .errors import (
     TransientError,
 )
 
-_LEFT_AFTER = 3600.0  # seconds without a write after which a temporary file has no writer any more
+_LEFT_AFTER = 3600.0  # seconds without a write after which a temporary file counts as abandoned
 
 
 class FolderStore:
-    """The objects of one bucket, as files of ``folder``. An etag changes with each write."""
+    """The objects of one bucket, as files in ``folder``. An etag changes with each write."""
 
     def __init__(self, folder: Path, *, writes: bool = False) -> None:
         self._folder = folder
@@ -76,7 +76,7 @@ class FolderStore:
             raise AccessDeniedError(f"write {self.bucket}/{key}: it was opened for reading only")
         path = self._path(key)
         with self._errors(key):
-            self._folder.stat()  # or the folder would be made where its disk is not mounted
+            self._folder.stat()  # or the folder would be created where its disk is not mounted
         with self._errors(key), atomic_file(path, new=new) as file:
             if isinstance(data, Section):
                 data.seek(0)
@@ -87,7 +87,7 @@ class FolderStore:
             return info_of(key, path.stat()).etag
 
     def put_new(self, key: str, data: bytes | Section) -> str:
-        """Write an object; return its etag. PreconditionError if there is one."""
+        """Write a new object; return its etag. PreconditionError if it already exists."""
         return self.put(key, data, new=True)
 
     def delete(self, key: str) -> None:
@@ -118,15 +118,15 @@ class FolderStore:
 
     def _path(self, key: str) -> Path:
         path = self._folder / key
-        # The bucket may be another's, and a link could lead to any file of this machine.
+        # The bucket may be another member's, and a link could lead to any file on this machine.
         real = os.path.realpath(path) if "\0" not in key else ""
         if real != f"{os.path.realpath(self._folder)}/{key}":
-            raise StoreError(f"{key!r:.200} is no key of {self.bucket}, or a link is in its place")
+            raise StoreError(f"{key!r:.200} is not a key of {self.bucket}, or it leads to a link")
         return path
 
     @contextlib.contextmanager
     def _opened(self, key: str) -> Iterator[tuple[IO[bytes], ObjectInfo]]:
-        """Open an object to read what its info describes, whoever replaces it meanwhile."""
+        """Open an object so that the bytes match its info, even if it is replaced meanwhile."""
         with self._errors(key), open_at_once(self._path(key)) as file:
             status = os.fstat(file.fileno())
             if not S_ISREG(status.st_mode):
@@ -135,7 +135,7 @@ class FolderStore:
 
     @contextlib.contextmanager
     def _errors(self, key: str) -> Iterator[None]:
-        """Raise the disk's errors as a store's."""
+        """Raise errors of the disk as store errors."""
         try:
             yield
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -146,20 +146,20 @@ class FolderStore:
                 ) from None
             raise ObjectMissingError(f"{self.bucket}/{key}: no such object") from None
         except FileExistsError:
-            raise PreconditionError(f"{self.bucket}/{key}: there is one already") from None
+            raise PreconditionError(f"{self.bucket}/{key}: the object already exists") from None
         except PermissionError as error:
             raise AccessDeniedError(f"{self.bucket}/{key}: {error.strerror}") from None
         except OSError as error:
             if is_full(error):
                 raise RefusedError(
-                    f"{self.bucket}/{key}: {error.strerror}: free that disk"
+                    f"{self.bucket}/{key}: {error.strerror}: free some space on that disk"
                 ) from None
-            # This is the error of a network disk, or of a section whose uplink was stopped.
+            # This error comes from a network disk, or from a section whose uplink was stopped.
             raise TransientError(f"{self.bucket}/{key}: {error.strerror or error}") from None
 
 
 def info_of(key: str, status: os.stat_result) -> ObjectInfo:
-    # The etag changes with the object: a file system may give an inode again at once.
+    # The inode is not enough, since a file system may reuse it at once.
     etag = f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}"
     modified = status.st_mtime
     return ObjectInfo(key, status.st_size, etag, modified, time.time() - modified)
@@ -174,15 +174,15 @@ def _open(
 ) -> FolderStore:
     place = unquote((settings.endpoint_url or "").partition("://")[2])
     if not place.startswith("/"):
-        raise ValueError(f"{settings.endpoint_url} names no whole path: give folder:///PLACE")
+        raise ValueError(f"{settings.endpoint_url} has no absolute path: use folder:///PLACE")
     parts = bucket.split("/")  # BUCKET or BUCKET/PREFIX
     if len(parts) > 2 or any(not part or part.startswith(".") for part in parts):
         raise ValueError(f"{bucket!r:.80} is not a bucket name")
     folder, writes = Path(place) / bucket, write and credentials is None
     if writes and len(parts) == 2:
-        with contextlib.suppress(OSError):  # if there is no bucket, the first use says so
+        with contextlib.suppress(OSError):  # the first use reports a missing bucket
             folder.mkdir()
-    # Remove what killed uploaders left, since nothing else would ever remove it.
+    # Remove files that killed uploaders left behind, since nothing else would ever remove them.
     for left in folder.rglob(".*.tmp") if writes else ():
         with contextlib.suppress(OSError):
             if time.time() - left.lstat().st_mtime > _LEFT_AFTER:

@@ -20,7 +20,7 @@ def open_store(
 ) -> ObjectStore:
     """Open a bucket; see :class:`~.base.OpenStore`. Raises ValueError.
 
-    The kind is the scheme of ``--r2.endpoint_url``: http and https are S3's, as is none at all.
+    The scheme of ``--r2.endpoint_url`` names the kind; http, https and no scheme all mean S3.
     """
     scheme = (settings.endpoint_url or "").partition("://")[0]
     kind = "s3" if scheme in ("", "http", "https") else scheme

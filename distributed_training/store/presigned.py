@@ -1,13 +1,13 @@
 """Use the global bucket without a key: each request goes to a URL that the registry hands out.
 
-A presigned URL bears the signature of the store's owner for one operation on one object, and
-expires. Whoever has the URL may use it. So its query is a secret, as a password is: no log,
-exception or event has it, and it is sent only to the hosts that the network's signed file names.
-The registry (:mod:`distributed_training.registry.access`) decides who gets which.
+A presigned URL carries the store owner's signature for one operation on one object, and expires.
+Anyone who has the URL can use it. So its query is a secret, like a password: it appears in no log,
+exception or event, and it is sent only to the hosts that the network's signed file names. The
+registry (:mod:`distributed_training.registry.access`) decides who gets which URLs.
 
-Members read everything but ``uploads/``, and write one object there, once for each close. A large
-one goes in parts of :data:`PART` bytes; the registry begins and completes that, so a miner that
-restarts sends the missing parts and nothing twice.
+Members may read everything except ``uploads/``, and write one object there per close. A large
+object is sent in parts of :data:`PART` bytes; the registry begins and completes the multipart
+upload, so a miner that restarts sends only the missing parts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .errors import (
 from .s3 import S3ObjectStore, base64_md5
 from .transfer import multipart_etag, run_all
 
-PART = 64 * 1024 * 1024  # bytes of a request; a larger object goes in parts of this size
+PART = 64 * 1024 * 1024  # bytes in one request; a larger object is sent in parts of this size
 MOST_PARTS = 4096
 UPLOADS = "uploads/"
 #: Asks the registry, as :meth:`~distributed_training.chain.registry.RegistryChain.access` does.
@@ -49,12 +49,12 @@ _PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True)
 class Grant:
-    """An answer of the registry to one request.
+    """The registry's answer to one request.
 
-    ``urls``: URLs by operation (``get_object``, ``head_object``, ``put_object``) or by number of a
-    part, good for ``seconds``; a part that the store holds has no URL. ``upload_id``: the id of an
-    upload in parts. ``info``: describes one's own upload; None: it is not there. ``etag``: the etag
-    of an upload that was completed.
+    ``urls``: URLs by operation (``get_object``, ``head_object``, ``put_object``) or by part number,
+    valid for ``seconds``; there is no URL for a part that the store already has. ``upload_id``: the
+    id of a multipart upload. ``info``: describes the member's own upload; None if it does not
+    exist. ``etag``: the etag of a completed upload.
     """
 
     urls: dict[str, _Url] = field(default_factory=dict)
@@ -68,26 +68,28 @@ _GRANT = TypeAdapter(Grant)
 
 
 class AccessStore(S3ObjectStore):
-    """The global bucket, an :class:`~.base.ObjectStore` without listing and deleting.
+    """The global bucket as an :class:`~.base.ObjectStore` that cannot list or delete objects.
 
-    ``ask``: sends a request to the registry. ``settings``: the endpoint that URLs lead to, further
-    hosts, and ``public_url``, where all but ``uploads/`` is read without asking. ``private``: all
-    machines are in one private network, where http may be spoken. Raises ValueError.
+    ``ask``: sends a request to the registry. ``settings``: the endpoint that URLs lead to, other
+    allowed hosts, and ``public_url``, from which everything except ``uploads/`` is read without
+    asking. ``private``: all machines are in one private network, so plain http is allowed. Raises
+    ValueError.
     """
 
     def __init__(
         self, ask: Ask, *, bucket: str, settings: StoreSettings, private: bool = False
     ) -> None:
-        endpoint = settings.endpoint_url or ""  # the file of such a network has an endpoint
+        endpoint = settings.endpoint_url or ""  # the file of such a network always names it
         super().__init__(bucket=bucket, endpoint_url=endpoint, keys=None, settings=settings)
         own = _host_of(endpoint)
-        # The bucket's name may stand in front: store.addressing.
+        # With some values of store.addressing, the host begins with the bucket's name.
         self._hosts = {own, f"{self._container}.{own}", *map(str.lower, settings.hosts)}
         self._ask = ask
         self._public = (settings.public_url or "").rstrip("/")
         self._private = private
         self._changing = threading.Lock()
-        self._urls: dict[tuple[str, str], tuple[str, float]] = {}  # and when each ends
+        # (operation, key) -> URL, and the monotonic time until which it is used
+        self._urls: dict[tuple[str, str], tuple[str, float]] = {}
         events = self._client.meta.events
         events.register("before-parameter-build.s3", self._choose_url)
         events.register("before-call.s3", _use_url)
@@ -99,7 +101,7 @@ class AccessStore(S3ObjectStore):
         key = params["Key"].removeprefix(self._prefix)
         operation = _READS.get(model.name)
         if operation is None:
-            # put() has asked for its URL just now.
+            # put() has just asked for this URL.
             operation = str(params.get("PartNumber", "put_object"))
         elif self._public and not key.startswith(UPLOADS):
             context["url"] = f"{self._public}/{quote(key)}"
@@ -121,14 +123,14 @@ class AccessStore(S3ObjectStore):
         try:
             return _GRANT.validate_python(self._ask({"do": do, "key": key, **more}))
         except ValidationError:
-            # Leave out the error's text, because it would hold the URLs.
+            # Leave out the error's text, because it would contain the URLs.
             raise StoreError(
-                f"{do} {self._bucket}/{key}: the registry's answer grants nothing that this "
-                "version knows, so nothing was sent: update it, or ask the founder"
+                f"{do} {self._bucket}/{key}: this version does not understand the registry's "
+                "answer, so nothing was sent: update this program, or ask the founder"
             ) from None
 
     def _remember(self, key: str, grant: Grant) -> None:
-        """Keep the URLs of a grant until shortly before they end. Raises RefusedError."""
+        """Keep the URLs of a grant until shortly before they expire. Raises RefusedError."""
         for url in grant.urls.values():
             self._refuse_host(key, url)
         now = time.monotonic()
@@ -139,17 +141,17 @@ class AccessStore(S3ObjectStore):
                 self._urls[operation, key] = url, now + 0.9 * grant.seconds
 
     def _refuse_host(self, key: str, url: str) -> None:
-        """Raise RefusedError unless requests may go where ``url`` leads."""
+        """Raise RefusedError unless requests may be sent to the host of ``url``."""
         try:
             host = _host_of(url)
             if host in self._hosts and keeps_secrets(url, private=self._private):
                 return
             place = f"{urlsplit(url).scheme:.8}://{host:.100}"
         except ValueError:
-            place = "no place at all"
+            place = "an invalid address"
         raise RefusedError(
-            f"{self._bucket}/{key}: the registry hands out a URL at {place}, and the network's "
-            f"file names https at {', '.join(sorted(self._hosts))}, so nothing was sent: ask the "
+            f"{self._bucket}/{key}: the registry handed out a URL at {place}, but the network's "
+            f"file allows https at {', '.join(sorted(self._hosts))}, so nothing was sent: ask the "
             "founder (store.hosts)"
         )
 
@@ -157,15 +159,15 @@ class AccessStore(S3ObjectStore):
         status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
         place = f"{verb} {self._bucket}/{key}"
         if status in (401, 403):
-            # Forget the URL, which may have ended while this machine slept: the next request asks
-            # for another.
+            # Forget the URL, which may have expired while this machine slept: the next request asks
+            # for a new one.
             with self._changing:
                 for operation in _READS.values():
                     self._urls.pop((operation, key), None)
             code = self._sentence(str(response.get("Error", {}).get("Code", "")))
             remedy = "set this machine's clock (timedatectl) or ask the founder"
             if code == "SignatureDoesNotMatch":
-                remedy = "tell the founder that a proxy before the store must not change Host"
+                remedy = "tell the founder that a proxy in front of the store must not change Host"
             return AccessDeniedError(
                 f"{place}: the store refused the URL that the registry handed out ({status} {code})"
                 f"; the next request asks for another; if that is refused too, {remedy}"
@@ -180,15 +182,15 @@ class AccessStore(S3ObjectStore):
     # objects
 
     def head(self, key: str) -> ObjectInfo | None:
-        if key.startswith(UPLOADS):  # one's own upload, which nobody may read yet
+        if key.startswith(UPLOADS):  # our own upload, which nobody may read yet
             return self._granted("look", key).info
         return super().head(key)
 
     def put(self, key: str, data: bytes | Section) -> str:
-        """Write one's own upload, in parts if it is large; return its etag.
+        """Write our own upload, in parts if it is large; return its etag.
 
-        An interrupted upload continues with the missing parts. It is not an error if the store has
-        the same bytes already. Raises TakenError if it has others.
+        An interrupted upload continues with the missing parts. It is not an error if the store
+        already has the same bytes. Raises TakenError if it has different bytes.
         """
         parts = [
             data.part(at, min(PART, len(data) - at))
@@ -199,14 +201,14 @@ class AccessStore(S3ObjectStore):
         digests = [md5_of(part) for part in parts]
         if (held := self.head(key)) is not None:
             own = multipart_etag(digests) if len(parts) > 1 else digests[0]
-            # An etag that is not an MD5 proves nothing. Then take the object for the one sent
-            # before.
+            # An etag that is not an MD5 proves nothing. In that case, assume that the object is the
+            # one that was sent earlier.
             same = same_etag(held.etag, own) or not _OF_MD5.fullmatch(held.etag)
             if held.size == len(data) and same:
                 return held.etag
             raise TakenError(
-                f"write {self._bucket}/{key}: another file was sent for this close, and the first "
-                "counts: nothing was written"
+                f"write {self._bucket}/{key}: another file was already sent for this close, and "
+                "the first one counts: nothing was written"
             )
         grant = self._granted("write", key, size=len(data), md5=digests)
         self._remember(key, grant)
@@ -219,7 +221,7 @@ class AccessStore(S3ObjectStore):
     def _put_parts(
         self, key: str, parts: Sequence[bytes | Section], digests: Sequence[str], grant: Grant
     ) -> str:
-        """Send the parts that the store does not hold; have the registry complete them."""
+        """Send the parts that the store does not have; let the registry complete the upload."""
 
         def send(number: int) -> None:
             with self._errors("write", key) as call:
@@ -238,7 +240,7 @@ class AccessStore(S3ObjectStore):
         return self._granted("complete", key, size=size, md5=list(digests)).etag
 
     def delete(self, key: str) -> NoReturn:
-        raise AccessDeniedError(f"delete {self._bucket}/{key}: only the validator deletes")
+        raise AccessDeniedError(f"delete {self._bucket}/{key}: only the validator may delete")
 
     def list_objects(self, prefix: str = "", *, most: int = MOST_LISTED) -> NoReturn:
         raise AccessDeniedError(f"list {self._bucket}/{prefix}: no member may list this bucket")
@@ -253,12 +255,12 @@ _OF_MD5 = re.compile(r"[0-9a-fA-F]{32}(-[0-9]+)?")
 
 def _use_url(params: Any, context: Any, **_: Any) -> None:
     params["url"] = context["url"]
-    # Or botocore asks where the bucket is, wherever an answer leads elsewhere.
+    # Otherwise botocore would ask where the bucket is after each redirect.
     context.setdefault("s3_redirect", {}).update(redirected=True)
 
 
 def _host_of(url: str) -> str:
-    """Return ``HOST``, or ``HOST:PORT`` if that is not the scheme's. Raises ValueError."""
+    """Return ``HOST``, or ``HOST:PORT`` if the port is not the scheme's. Raises ValueError."""
     parts = urlsplit(url)
     if parts.username is not None or not parts.hostname:
         raise ValueError("no host, or a user")

@@ -1,8 +1,8 @@
 """Access one bucket over the S3 API: Cloudflare R2, or another store by its endpoint.
 
-Everything particular to R2 is here: region ``auto``, checksums only where the API requires them (R2
-refuses botocore's trailers, as ``Unauthorized``), path-style addresses, no transfer library in
-C.
+Everything specific to R2 is here: region ``auto``, checksums only where the API requires them (R2
+refuses botocore's checksum trailers with ``Unauthorized``), path-style addresses, and no transfer
+library written in C.
 """
 
 from __future__ import annotations
@@ -60,21 +60,21 @@ from .errors import (
 # --- what a store answered ----------------------------------------------------------
 
 _PASSING_STATUS = frozenset({408, 429})
-# Compare codes as well: S3 gives two of these status 400, which is otherwise final. The last ones
-# are kinds of 409 that pass, since another request for the same key is not over yet. An answer to
-# HEAD has only the status.
+# Compare codes as well: S3 sends two of these with status 400, which is otherwise permanent. The
+# second line has kinds of 409 that pass, since another request for the same key is still in
+# progress. An answer to HEAD has only the status.
 _PASSING_CODES = frozenset(
     {"SlowDown", "RequestTimeout", "IncompleteBody", "InternalError"}
     | {"OperationAborted", "ConditionalRequestConflict", "Conflict", "409"}
 )
-_NEVER = frozenset({501, 505})  # the store has no such operation
-# S3 gives the last two status 400; they mean keys that were good once.
+_NEVER = frozenset({501, 505})  # the store does not support the operation
+# S3 sends the last two with status 400; they mean that keys are no longer valid.
 _BAD_KEYS = frozenset(
     {"InvalidAccessKeyId", "SignatureDoesNotMatch", "Unauthorized", "ExpiredToken", "InvalidToken"}
 )
-_CHANGED_HOST = "; if they are right, a proxy before the store changes Host and must not"
+_CHANGED_HOST = "; if they are right, a proxy before the store changes Host, which it must not"
 _NO_PERMISSION = frozenset({"AccessDenied", "Forbidden", "403", ""})
-# Some stores answer AccessDenied for these refusals too, and only their sentence says which it is.
+# Some stores answer AccessDenied for these refusals too, and only the message tells them apart.
 _OTHER_REASON = re.compile(
     r"\b(caps?|quotas?|exceed\w*|payments?|billing|overdue|suspended|lock\w*|retention)\b", re.I
 )
@@ -82,25 +82,25 @@ _LONGEST_SENTENCE = 150
 _LIKE_A_SECRET = re.compile(r"[A-Za-z0-9+=]{32,}|(?<=\?)\S+")  # a key, a signed query
 
 
-_CLIENTS = threading.Lock()  # creating clients of one session is not thread-safe
+_CLIENTS = threading.Lock()  # creating clients from one session is not thread-safe
 _MOST_PAGES = 2_000
 _READ_CHUNK = 128 * 1024
-_LONGEST_READ = 600.0  # seconds for the body of one answer: the read timeout never ends a trickle
+_LONGEST_READ = 600.0  # seconds for the body of one answer: a trickle never hits the read timeout
 _BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[a-z0-9][a-z0-9-]{0,99}")
 
 
 @functools.cache
 def _session() -> Any:
-    """Return the one session of this process.
+    """Return the only session of this process.
 
-    A client of a new session would parse S3's description again, which takes 0.1 s.
+    With a new session, a client would parse S3's service description again, which takes 0.1 s.
     """
     import boto3
     import botocore.session
 
-    # Clients give all settings. Without this variables, a profile or a file in ~/.aws, meant for
-    # another program, would be read: AWS_PROFILE may name one that this machine lacks.
+    # Our clients pass all settings. Without this, botocore would also read variables, profiles and
+    # files in ~/.aws meant for other programs: AWS_PROFILE may name one that this machine lacks.
     known = botocore.session.Session.SESSION_VARIABLES
     ours = {name: (None, None, *rest) for name, (_, _, *rest) in known.items()}
     for name in ("config_file", "credentials_file"):
@@ -110,19 +110,19 @@ def _session() -> Any:
 
 
 def _authorities() -> str | None:
-    """Return the file of authorities that the environment names; None stands for botocore's own.
+    """Return the file of authorities that the environment names; None means botocore's own file.
 
-    The variables come in botocore's order, and after them the variable of the registry's client.
-    Raises ValueError.
+    The variables are checked in botocore's order, followed by the variable of the registry's
+    client. Raises ValueError.
     """
     for name in ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"):
         if path := os.environ.get(name):
             try:
                 _load_authorities(path)
-            except OSError as error:  # ssl's errors too
+            except OSError as error:  # includes ssl's errors
                 raise ValueError(
                     f"the certificates of {name}={path:.200} cannot be read ({error.strerror}), so "
-                    "no store can be asked: correct that variable, or unset it"
+                    "no store can be used: correct that variable, or unset it"
                 ) from None
             return path
     return None
@@ -135,7 +135,7 @@ def _load_authorities(path: str) -> None:
 
 
 def endpoint_of(settings: StoreSettings, account_id: str | None = None) -> str:
-    """Return the endpoint of our account or of another's, whose id stands in its commitment.
+    """Return the endpoint of our account, or of the account named in another's commitment.
 
     Raises ValueError if there is neither ``--r2.endpoint_url`` nor a valid account id.
     """
@@ -152,14 +152,13 @@ class AccessKeys:
 
 
 class S3ObjectStore:
-    """A :class:`~.base.MultipartStore` behind the S3 API.
+    """A :class:`~.base.MultipartStore` that is reached over the S3 API.
 
-    ``settings``: timeouts, and how R2 differs from S3. ``keys`` None: nothing is
-    signed.
-    ``connect_timeout`` runs until the connection stands, ``read_timeout`` between two pieces of an
-    answer. Connections are made on first use and pooled. ``bucket``: ``NAME/PREFIX`` is what lies
-    below ``PREFIX/`` in a bucket that several share; keys here are without it. Raises ValueError
-    for a name that no bucket can have.
+    ``settings``: timeouts, and the values in which R2 differs from S3. ``keys``: None to leave
+    requests unsigned. ``connect_timeout`` limits how long connecting takes, ``read_timeout`` the
+    wait between two pieces of an answer. Connections are made on first use and pooled. ``bucket``:
+    ``NAME/PREFIX`` means everything below ``PREFIX/`` in a shared bucket; the keys that methods
+    take and return are without this prefix. Raises ValueError for an invalid bucket name.
     """
 
     def __init__(
@@ -176,7 +175,7 @@ class S3ObjectStore:
         container, slash, prefix = bucket.partition("/")
         if not _BUCKET_NAME.fullmatch(container) or (slash and not _PREFIX.fullmatch(prefix)):
             raise ValueError(
-                f"{bucket!r:.80} is not a bucket name: give 3 to 63 lower-case letters, digits, "
+                f"{bucket!r:.80} is not a bucket name: use 3 to 63 lower-case letters, digits, "
                 "hyphens or dots, e.g. llama-4b-ws-4-007, or BUCKET/PREFIX"
             )
         self._bucket, self._container = bucket, container
@@ -196,20 +195,20 @@ class S3ObjectStore:
                 aws_access_key_id=self._keys.key_id.get_secret_value(),
                 aws_secret_access_key=self._keys.secret.get_secret_value(),
                 config=Config(
-                    # Without it, URLs that are signed for others would be of version 2 in some
-                    # regions.
+                    # Otherwise URLs that are signed for others would have signatures of version 2
+                    # in some regions.
                     signature_version="s3v4" if keys is not None else UNSIGNED,
-                    # R2 refuses the trailers of botocore's default, when_supported.
+                    # R2 refuses the trailers that botocore sends by default (when_supported).
                     request_checksum_calculation="when_required",
                     response_checksum_validation="when_required",
-                    # Allow one attempt, since `Retry` repeats it and knows pauses and deadlines.
+                    # Allow one attempt, since `Retry` repeats it with pauses and a deadline.
                     retries={"total_max_attempts": 1, "mode": "standard"},
                     connect_timeout=settings.connect_timeout.total_seconds(),
                     read_timeout=settings.read_timeout.total_seconds(),
                     # The cleanup and small requests use this client during a transfer too.
                     max_pool_connections=CONCURRENT + 4,
                     tcp_keepalive=True,
-                    # Without it botocore reads the environment, also for loopback.
+                    # Otherwise botocore would use the environment's proxy, even for loopback.
                     proxies={scheme: proxy} if proxy else {},
                     # The store compares every part with its MD5, so the payload need not be hashed
                     # a second time for the signature.
@@ -221,8 +220,8 @@ class S3ObjectStore:
                 ),
             )
 
-        # At a redirect botocore asks where the bucket is. If a server redirects that question too,
-        # botocore would ask again until its stack ends: hundreds of times for each request.
+        # After a redirect, botocore asks where the bucket is. If a server redirects that request
+        # too, botocore would ask again until its stack overflows: hundreds of times per request.
         self._client.meta.events.register(
             "before-call.s3.HeadBucket",
             lambda context, **_: context.setdefault("s3_redirect", {}).update(redirected=True),
@@ -262,7 +261,7 @@ class S3ObjectStore:
         self._client.close()
 
     def create_bucket(self) -> None:
-        """Create the bucket, unless it is ours already. A prefix needs no creation."""
+        """Create the bucket, unless it is already ours. A prefix need not be created."""
         with self._errors("create", self._bucket) as call:
             call(self._client.create_bucket)
 
@@ -283,8 +282,8 @@ class S3ObjectStore:
         except ObjectMissingError:
             return None
         except StoreError as refused:
-            # The answer to HEAD has no body and so no code. Without it wrong keys, a wrong clock
-            # and a missing permission look alike, so ask by GET, whose answer has a code.
+            # An answer to HEAD has no body and so no code. Without a code, wrong keys, a wrong
+            # clock and a missing permission look alike, so ask with GET, whose answer has a code.
             if not refused.retryable:
                 with contextlib.suppress(ObjectMissingError, IntegrityError, TransientError):
                     self.get_range(key, 0, 1)
@@ -292,15 +291,15 @@ class S3ObjectStore:
         return ObjectInfo(key, size, etag, modified, now - modified, cached)
 
     def get(self, key: str, *, limit: int) -> bytes | None:
-        """Return the whole object, None if there is none.
+        """Return the whole object, or None if it does not exist.
 
-        IntegrityError if it exceeds ``limit``.
+        Raises IntegrityError if it is larger than ``limit``.
         """
         try:
             with self._errors("read", key) as call:
                 answer = call(self._client.get_object, Key=key)
                 with answer["Body"] as body:
-                    # Compare sizes before a byte is read, since another's bucket holds anything.
+                    # Check the size before reading: another member's bucket may hold anything.
                     if answer["ContentLength"] > limit:
                         raise IntegrityError(
                             f"{self._bucket}/{key} has {answer['ContentLength']} bytes, more than "
@@ -311,7 +310,7 @@ class S3ObjectStore:
             return None
 
     def get_range(self, key: str, start: int, length: int, *, etag: str = "") -> bytes:
-        """Return a range, shorter at the object's end.
+        """Return a range of an object, or less if the object ends within the range.
 
         Raises PreconditionError if the object's etag is no longer ``etag``.
         """
@@ -324,24 +323,24 @@ class S3ObjectStore:
                 **condition,
             )
             with answer["Body"] as body:
-                # With status 200 in place of 206 this is the whole object: gigabytes of memory.
+                # With status 200 instead of 206, this is the whole object: gigabytes of memory.
                 if answer["ContentLength"] > length:
                     raise OtherBytesError(f"{self._bucket}/{key}: the store ignored the range")
                 return self._read(key, body, answer["ContentLength"])
 
     def put(self, key: str, data: bytes | Section) -> str:
-        """Write ``data``; return the etag. IntegrityError if the store holds other bytes."""
+        """Write ``data``; return the etag. IntegrityError if the store received other bytes."""
         return self._put(key, data)
 
     def put_new(self, key: str, data: bytes | Section) -> str:
-        """Write an object; return its etag. PreconditionError if there is one."""
-        # Ask first, because some stores ignore the condition with which the object is written.
+        """Write a new object; return its etag. PreconditionError if it already exists."""
+        # Check first, because some stores ignore the condition that the write request carries.
         if self.head(key) is not None:
-            raise PreconditionError(f"write {self._bucket}/{key}: there is one already")
+            raise PreconditionError(f"write {self._bucket}/{key}: the object already exists")
         return self._put_new(key, data)
 
     def _put_new(self, key: str, data: bytes | Section) -> str:
-        """Write an object on the condition that there is none, where the store knows it."""
+        """Write an object only if it does not exist yet, if the store supports this condition."""
         try:
             return self._put(key, data, IfNoneMatch="*")
         except UnsupportedError:
@@ -366,7 +365,7 @@ class S3ObjectStore:
             call(self._client.delete_object, Key=key)
 
     def list_objects(self, prefix: str = "", *, most: int = MOST_LISTED) -> list[ObjectInfo]:
-        """List the objects, in the order of their keys. StoreError for more than ``most``."""
+        """List the objects, in the order of their keys. StoreError if over ``most``."""
         with self._errors("list", ""):
             listed = islice(self._entries("list_objects_v2", "Contents", prefix), most + 1)
             found = [
@@ -378,9 +377,9 @@ class S3ObjectStore:
         return found
 
     def presign(self, operation: str, key: str, seconds: float, **signed: Any) -> str:
-        """Return a URL by which others can do one operation, such as ``get_object``.
+        """Return a URL that lets others perform one operation, such as ``get_object``.
 
-        The URL ends after that many seconds. ``signed``: arguments of the operation that others
+        The URL expires after ``seconds``. ``signed``: arguments of the operation that others
         cannot change. No request is sent.
         """
         where = {"Bucket": self._container, "Key": self._prefix + key, **signed}
@@ -399,7 +398,7 @@ class S3ObjectStore:
             return str(call(begin, Key=key, **_cache_control(key))["UploadId"])
 
     def upload_part(self, key: str, upload_id: str, number: int, data: bytes | Section) -> PartInfo:
-        """Send one part. IntegrityError if the store holds other bytes."""
+        """Send one part. IntegrityError if the store received other bytes."""
         md5 = md5_of(data)
         with self._errors("write", key) as call:
             answer = call(
@@ -415,18 +414,18 @@ class S3ObjectStore:
             )
 
     def _accepted(self, what: str, answer: dict[str, Any], md5: str) -> str:
-        """Return the etag of what was written. Raises IntegrityError for that of other bytes.
+        """Return the etag of the object or part that was written.
 
-        The etags of some stores are not MD5s. Those stores got the MD5 with the write, so they
-        refuse other bytes themselves.
+        Raises IntegrityError if other bytes were written. The etags of some stores are not MD5s.
+        Those stores received the MD5 with the request, so they refuse other bytes themselves.
         """
         etag = _etag_of(answer)
         if is_md5(etag) and not same_etag(etag, md5):
             place = f"write {self._bucket}/{what}"
             if str(answer.get("ServerSideEncryption", "")).startswith("aws:kms"):
                 raise IntegrityError(
-                    f"{place}: the bucket encrypts with KMS, whose etags are no MD5, so no upload "
-                    "can be checked: let it encrypt with AES256 (SSE-S3)"
+                    f"{place}: the bucket encrypts with KMS, whose etags are not MD5s, so uploads "
+                    "cannot be checked: switch it to AES256 (SSE-S3)"
                 )
             raise IntegrityError(
                 f"{place}: the store holds other bytes than those sent: MD5 {etag} instead of {md5}"
@@ -468,26 +467,26 @@ class S3ObjectStore:
     # --- inside ---------------------------------------------------------------------------------
 
     def _read(self, key: str, body: Any, size: int) -> bytes:
-        """Read the ``size`` bytes of an answer. TransientError if they are fewer, or trickle in."""
+        """Read an answer of ``size`` bytes. TransientError if bytes are missing or trickle in."""
         pieces, end = [], time.monotonic() + _LONGEST_READ
-        while piece := body.read1(_READ_CHUNK):  # read() would wait until all bytes are there
+        while piece := body.read1(_READ_CHUNK):  # read() would wait for all bytes
             pieces.append(piece)
             if time.monotonic() > end:
                 raise TransientError(
-                    f"read {self._bucket}/{key}: {sum(map(len, pieces))} of {size} bytes came in "
-                    f"{_LONGEST_READ:.0f} s"
+                    f"read {self._bucket}/{key}: only {sum(map(len, pieces))} of {size} bytes "
+                    f"arrived in {_LONGEST_READ:.0f} s"
                 )
         data = b"".join(pieces)
-        # botocore compares lengths in a read() of its own, which read1() goes around.
+        # botocore checks the length in its own read(), which read1() bypasses.
         if len(data) != size:
             raise TransientError(f"read {self._bucket}/{key}: the answer was cut short")
         return data
 
     def _entries(self, operation: str, kind: str, prefix: str) -> Iterator[dict[str, Any]]:
-        # Bound the pages too, since each may be empty and name a next one.
+        # Limit the pages too, since each of them may be empty and still name a next page.
         for page in islice(self._pages(operation, Prefix=self._prefix + prefix), _MOST_PAGES):
             for entry in page.get(kind, ()):
-                # Whatever a store lists, a key of another prefix must never pass for ours.
+                # Whatever a store lists, a key with another prefix must never pass for ours.
                 if entry["Key"].startswith(self._prefix):
                     yield {**entry, "Key": entry["Key"].removeprefix(self._prefix)}
 
@@ -504,7 +503,7 @@ class S3ObjectStore:
 
         def call(operation: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
             if isinstance(body := arguments.get("Body"), Section):
-                # An earlier attempt may have left it in the middle.
+                # An earlier attempt may have stopped in the middle of it.
                 body.seek(0)
             if "Key" in arguments:
                 arguments["Key"] = self._prefix + arguments["Key"]
@@ -515,11 +514,11 @@ class S3ObjectStore:
         except self._client.exceptions.BucketAlreadyOwnedByYou:
             return  # so create_bucket() has nothing to do
         except ClientError as error:
-            # Leave out the chain here and below, since it may hold a signed request.
+            # Drop the exception chain here and below, since it may contain a signed request.
             raise self._refused(verb, key, error.response) from None
         except SSLError as error:
             place = f"{verb} {self._bucket}/{key}"
-            # A certificate that is not accepted, or a connection that broke.
+            # Either the certificate was not accepted, or the connection broke.
             found = re.search(r"certificate verify failed: (.*?)\.? \(_ssl", str(error))
             if found is None:
                 raise TransientError(
@@ -538,16 +537,16 @@ class S3ObjectStore:
                 f"{via(self._endpoint)} ({what})"
             ) from None
         except (LookupError, ValueError, TypeError, ResponseParserError) as error:
-            # botocore itself finds no fault in the page of a proxy that has status 200, nor in
-            # headers without sense.
+            # botocore itself accepts a proxy's page with status 200, and also headers that make no
+            # sense.
             what = f"lacks {error}" if isinstance(error, LookupError) else "cannot be read"
             raise TransientError(
-                f"{verb} {self._bucket}/{key}: the answer of {self._endpoint} {what}, so it is not "
-                "an object store's"
+                f"{verb} {self._bucket}/{key}: the answer of {self._endpoint} {what}, so it does "
+                "not come from an object store"
             ) from None
 
     def _refused(self, verb: str, key: str, response: Any) -> StoreError:
-        """Map botocore's ``ClientError.response`` to an error, which has the store's own sentence.
+        """Map botocore's ``ClientError.response`` to an error that quotes the store's own message.
 
         ``verb``: read, write, list, delete, ...
         """
@@ -580,8 +579,8 @@ class S3ObjectStore:
             named = re.match(r"([a-z0-9-]{2,40}) ", text)
             if named := named or re.search(r"expecting '([a-z0-9-]+)'", text):
                 return StoreError(
-                    f"{place}: the store answered {answer}: the founder sets store.region of the "
-                    f"network's file to {named[1]} instead of {self._region}"
+                    f"{place}: the store answered {answer}: the founder must set store.region in "
+                    f"the network's file to {named[1]} instead of {self._region}"
                 )
         if code in _BAD_KEYS or status == 401:
             what, where = self._keys.what, " from the R2 dashboard" if self._is_r2 else ""
@@ -600,16 +599,17 @@ class S3ObjectStore:
                 "API tokens)"
             )
             return AccessDeniedError(
-                f"{place}: refused ({answer}), the key in {self._keys.what}_ACCESS_KEY_ID lacks "
+                f"{place}: refused ({answer}): the key in {self._keys.what}_ACCESS_KEY_ID lacks "
                 f"the permission to {verb}{remedy if self._is_r2 else ''}"
             )
-        # An answer to HEAD has no body, so botocore takes the status for its code.
+        # An answer to HEAD has no body, so botocore uses the status as the code.
         if code in ("NoSuchKey", "404", "NotFound") or status == 404:
             return ObjectMissingError(f"{place}: no such object ({answer})")
         if status == 412:
             return PreconditionError(f"{place}: the object changed meanwhile ({answer})")
         if 300 < status < 304 or status in (307, 308):
-            # Do not follow it, since the host there would get our signature. 302 and 307 may pass.
+            # Do not follow it, since the other host would get our signature. 302, 303 and 307 may
+            # be temporary.
             kind = TransientError if status in (302, 303, 307) else StoreError
             return kind(
                 f"{place}: {self._endpoint} redirects elsewhere ({answer}): correct "
@@ -617,9 +617,9 @@ class S3ObjectStore:
             )
         if status == 413:
             return RefusedError(
-                f"{place}: the store, or a proxy before it, takes no body of this size ({answer}): "
-                "whoever runs the proxy raises its limit to 65 MB, above the largest part of an "
-                "upload (nginx: client_max_body_size 65m)"
+                f"{place}: the store, or a proxy before it, accepts no body of this size "
+                f"({answer}): whoever runs the proxy must raise its limit to 65 MB, above the "
+                "largest part of an upload (nginx: client_max_body_size 65m)"
             )
         if code == "BadDigest":
             return IntegrityError(f"{place}: other bytes arrived than were sent ({answer})")
@@ -631,7 +631,7 @@ class S3ObjectStore:
         return kind(f"{place}: the store answered {answer}")
 
     def _sentence(self, message: str) -> str:
-        """Return what a store says on one short line, without secrets."""
+        """Return a store's message as one short line without secrets."""
         line = " ".join("".join(c if c.isprintable() else " " for c in message).split())
         for secret in (self._keys.key_id, self._keys.secret):
             line = line.replace(secret.get_secret_value() or "\n", "********")
@@ -640,7 +640,7 @@ class S3ObjectStore:
 
 
 def _cache_control(key: str) -> dict[str, str]:
-    """Return the header that tells caches before the store for how long they may keep an object."""
+    """Return the header that tells caches in front of the store how long to keep an object."""
     if key.startswith(OUTER):
         return {"CacheControl": "public, max-age=86400, immutable"}
     # A member that reads an old state would miss closes.
@@ -653,7 +653,7 @@ def _ask_past_caches(params: Any, model: Any, context: Any, **_: Any) -> None:
 
 
 def _etag_of(answer: dict[str, Any]) -> str:
-    """Return the etag of an answer without quotes, and without the mark of a weak one."""
+    """Return an answer's etag without its quotes and without the mark of a weak etag."""
     return str(answer["ETag"]).removeprefix("W/").strip('"')
 
 

@@ -1,13 +1,13 @@
-"""Move files between disk and bucket: with retries, in parts, continued by the next process.
+"""Move files between disk and bucket: with retries, in parts, and resumed by the next process.
 
-A download fills one file by parallel ranges; the file appears complete or not at all. An upload
-needs no note on this disk: the store lists which uploads of a key were begun and which parts they
-hold, and MD5s show whether a part is the file's. So after a kill at any moment the next process
-sends what is missing, and aborts what nobody continues.
+A download fills one file with parallel ranges; the file appears complete or not at all. An upload
+keeps no notes on this disk: the store lists the uploads that were begun for a key and the parts
+that they hold, and MD5s show whether a part belongs to the file. So after a kill at any moment the
+next process sends the missing parts, and aborts uploads that nobody will continue.
 
 Retries are outside botocore on purpose: its retry quota is shared by all threads of a client, so a
-five-second outage met by several parts at once exhausts it and ends the upload. Here each operation
-backs off with jitter until one deadline.
+five-second outage that hits several parts at once would exhaust it and fail the upload. Here each
+operation backs off with jitter until a deadline.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ from .errors import (
 
 log = logging.getLogger(__name__)
 
-EVERY = 60.0  # seconds between two lines of a download, at least
+EVERY = 60.0  # minimum seconds between two log lines of a download
 
-#: Gets bytes there, bytes in all, and the seconds left if they are known.
+#: Gets the bytes so far, the total bytes, and the seconds left if they are known.
 Follower = Callable[[int, int, float | None], None]
 _FOLLOWED = 1e8  # bytes: smaller downloads are over before anybody looks
 _follower: ContextVar[Follower | None] = ContextVar("follower", default=None)
@@ -78,7 +78,7 @@ _follower: ContextVar[Follower | None] = ContextVar("follower", default=None)
 
 @contextlib.contextmanager
 def followed(follower: Follower) -> Iterator[None]:
-    """Show ``follower`` the large downloads that this thread begins meanwhile, once a minute."""
+    """Report to ``follower`` once a minute on large downloads that this thread begins."""
     token = _follower.set(follower)
     try:
         yield
@@ -87,9 +87,9 @@ def followed(follower: Follower) -> Iterator[None]:
 
 
 class _Progress:
-    """Count the bytes of one download and log a line a minute. Thread-safe.
+    """Counts the bytes of one download and logs a line a minute. Thread-safe.
 
-    ``held``: bytes that an earlier attempt brought.
+    ``held``: bytes that an earlier attempt has fetched.
     """
 
     def __init__(self, what: str, total: int, held: int) -> None:
@@ -97,13 +97,13 @@ class _Progress:
         self._total = total
         self._there = held
         self._lock = threading.Lock()
-        self._since = time.monotonic(), held  # when the last line came, and how much was there then
+        self._since = time.monotonic(), held  # time of the last line, and the bytes at that time
         self._follower = _follower.get() if total >= _FOLLOWED else None
         if self._follower:
             self._follower(held, total, None)
 
     def add(self, count: int) -> None:
-        """Count bytes that came just now, and log a line if one is due."""
+        """Count bytes that have just arrived, and log a line if one is due."""
         with self._lock:
             self._there += count
             now, (at, before) = time.monotonic(), self._since
@@ -136,11 +136,12 @@ P = ParamSpec("P")
 
 
 class Retry:
-    """Tries an operation again until it succeeds, fails for good, or its time is up.
+    """Repeats an operation until it succeeds, fails permanently, or runs out of time.
 
-    ``until``: ``time.monotonic()`` at which the last operation must be done; ``each``: how long one
-    operation may take. Only errors that are marked retryable are tried again. When time is up, an
-    OtherBytesError is raised, and others become a DeadlineError with the text of the last one.
+    ``until``: ``time.monotonic()`` by which all operations must be done; ``each``: how long one
+    operation may take with its retries. Only errors that are marked retryable are retried. When
+    time is up, an OtherBytesError is raised as it is, and any other error becomes a DeadlineError
+    with the same text.
     """
 
     def __init__(
@@ -171,21 +172,22 @@ class Retry:
                 if time.monotonic() + pause > deadline:
                     if isinstance(error, OtherBytesError):  # a reader may look elsewhere
                         raise
-                    raise DeadlineError(f"{error}: no success in the time allowed") from None
+                    raise DeadlineError(f"{error}: did not succeed in time") from None
             uplink.sleep(pause)
 
 
 def run_all(
     pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[Item]
 ) -> list[Result]:
-    """Return ``work`` of each item, in order. The first error ends the rest and is raised.
+    """Run ``work`` on all items and return the results in order.
 
-    Call it from a thread outside the pool.
+    The first error cancels the remaining items and is raised. Call this from a thread outside the
+    pool.
     """
     futures = [pool.submit(work, item) for item in items]
     try:
         wait(futures, return_when=FIRST_EXCEPTION)
-        # If several items failed, this raises the error of the first of them.
+        # If several items failed, this raises the error of the first one in the list.
         return [future.result() for future in futures if future.done()]
     finally:
         for future in futures:
@@ -201,13 +203,13 @@ def deadline_in(duration: timedelta) -> float:
 # --- downloads ----------------------------------------------------------------------------------
 
 RANGE = 16 * 1024 * 1024
-NO_PROGRESS = timedelta(minutes=5)  # how long one range is tried without progress
-_MAKE_ROOM = "free the disk, or move --neuron.run_folder"
+NO_PROGRESS = timedelta(minutes=5)  # how long one range is retried without progress
+_MAKE_ROOM = "free some disk space, or move --neuron.run_folder"
 
 
 @dataclass(frozen=True)
 class _Notes:
-    """The state of an interrupted download; ``done``: the beginnings of the ranges on disk."""
+    """The state of an interrupted download; ``done``: the start offsets of the ranges on disk."""
 
     etag: str
     size: int
@@ -225,13 +227,13 @@ def download(
 ) -> ObjectInfo:
     """Download one object into ``path``, in parallel ranges, complete or not at all.
 
-    An interrupted download of the same object continues where it was, also in another process.
-    ``limit``: most bytes; ``deadline`` (time.monotonic()) covers all, and no range is begun after
-    it. ``CONCURRENT`` ranges are in memory at once. ``DISK_RESERVE`` bytes stay free for the
-    checkpoints.
+    An interrupted download of the same object continues where it stopped, even in another process.
+    ``limit``: the most bytes that the object may have; ``deadline`` (time.monotonic()): the end of
+    the whole download, after which no range is begun. Up to ``CONCURRENT`` ranges are in memory at
+    once. ``DISK_RESERVE`` bytes stay free for the checkpoints.
 
-    Raises ObjectMissingError, IntegrityError (larger than ``limit``, replaced meanwhile),
-    NoRoomError, DeadlineError (also when a range fails for ``NO_PROGRESS``), StoppedError, OSError.
+    Raises ObjectMissingError, IntegrityError (larger than ``limit``, or replaced meanwhile),
+    NoRoomError, DeadlineError (also if a range fails for ``NO_PROGRESS``), StoppedError, OSError.
     """
     place = f"{store.bucket}/{key}"
     retry = Retry(until=deadline, each=NO_PROGRESS, uplink=uplink)
@@ -242,40 +244,40 @@ def download(
         raise IntegrityError(f"{place} has {info.size} bytes, more than the {limit} allowed")
     part, notes = path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.part.json")
     done: set[int] = set()
-    known = read_state(notes, _Notes, lost="the file is downloaded from its beginning")
+    known = read_state(notes, _Notes, lost="the file is downloaded from the beginning")
     if known and (known.etag, known.size) == (info.etag, info.size) and part.exists():
         done.update(known.done)
-    else:  # the file is of another version of the object, whose ranges would mix with the new one's
+    else:  # the partial file is of another version of the object: do not mix their ranges
         part.unlink(missing_ok=True)
     missing = [start for start in range(0, info.size, RANGE) if start not in done]
     needed = sum(min(RANGE, info.size - start) for start in missing)
     progress = _Progress(f"Downloading {key}", info.size, info.size - needed)
     require_room(path.parent, needed, what=key)
-    # Do not truncate the file, because it holds the ranges of an earlier attempt.
+    # Do not truncate the file, because it may hold ranges from an earlier attempt.
     handle = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
     lock = threading.Lock()
 
     def read(start: int, length: int) -> bytes:
         data = store.get_range(key, start, length, etag=info.etag)
         if len(data) != length:
-            raise OtherBytesError(f"{place}: {len(data)} bytes came instead of {length}")
+            raise OtherBytesError(f"{place}: {len(data)} bytes arrived instead of {length}")
         return data
 
     def fetch(start: int) -> None:
-        # No request to a slow store fails, so no retry would compare the deadline.
+        # If the store is merely slow, no request fails, so no retry would check the deadline.
         if time.monotonic() > deadline:
             there = min(len(done) * RANGE, info.size)
             raise DeadlineError(
-                f"{key}: {there} of {info.size} bytes came in the time allowed; the next "
-                "attempt continues from there"
+                f"{key}: only {there} of {info.size} bytes arrived in time; the next attempt "
+                "continues from there"
             )
         length = min(RANGE, info.size - start)
         require_room(path.parent, length, what=key)  # others write to this disk too
         write_at(handle, retry(read, start, length), start)
-        # Write one at a time: notes that a slower thread writes later would forget this range.
+        # Write the notes under the lock, or a slower thread could overwrite them with older ones.
         with lock:
             done.add(start)
-            # Bytes of a range are on disk before it is called done.
+            # The bytes of a range must be on disk before the notes call it done.
             os.fdatasync(handle)
             write_state(notes, _Notes(info.etag, info.size, sorted(done)))
         progress.add(length)
@@ -289,12 +291,12 @@ def download(
     except OSError as error:
         if not is_full(error):
             raise
-        # The reserve is gone as well, so a checkpoint could not be written either: give back all.
+        # The reserve is gone as well, so a checkpoint could not be written either: free all of it.
         part.unlink(missing_ok=True)
         notes.unlink(missing_ok=True)
         raise NoRoomError(
             f"no room to download {key}: {path.parent} became full meanwhile "
-            f"({error.strerror}), so this file begins again with the next attempt: {_MAKE_ROOM}"
+            f"({error.strerror}), so the next attempt starts this file again: {_MAKE_ROOM}"
         ) from error
     finally:
         os.close(handle)
@@ -305,14 +307,14 @@ def download(
     return info
 
 
-# --- whether files fit on the disk ----------------------------------------------------------------
+# --- checking whether files fit on the disk -------------------------------------------------------
 
 
 def require_room(folder: Path, needed: int, *, what: str) -> None:
     """Raise NoRoomError unless ``needed`` bytes fit into ``folder``, with the reserve left free."""
     if shortage := describe_shortage(folder, needed):
         raise NoRoomError(
-            f"no room to download {what}: the rest {shortage}; what came of it is kept: "
+            f"no room to download {what}: the rest {shortage}; what was fetched so far is kept: "
             f"{_MAKE_ROOM}"
         )
 
@@ -326,8 +328,8 @@ def describe_shortage(folder: Path, needed: int) -> str | None:
     if free is None or free >= needed + DISK_RESERVE:
         return None
     return (
-        f"needs {size_text(needed)} in {folder}, only {size_text(free)} are free "
-        f"({size_text(DISK_RESERVE)} stay in reserve)"
+        f"needs {size_text(needed)} in {folder}, but only {size_text(free)} is free "
+        f"({size_text(DISK_RESERVE)} stays in reserve)"
     )
 
 
@@ -338,11 +340,11 @@ def describe_full_disk(folder: Path, needed: int) -> str | None:
     """
     place = folder
     try:
-        # Before the first upload there is no such folder, and disk_usage() would raise.
+        # Before the first upload the folder does not exist, and disk_usage() would raise.
         while not place.exists() and place != place.parent:
             place = place.parent
         shortage = describe_shortage(place, needed)
-    except OSError as error:  # a network disk that is away
+    except OSError as error:  # for example a network disk that is not available
         return (
             f"UPLOAD BLOCKED: the disk of {folder} does not answer ({error.strerror or error}), so "
             "no upload can be written. Training continues without uploads: bring the disk back "
@@ -351,13 +353,13 @@ def describe_full_disk(folder: Path, needed: int) -> str | None:
     if shortage is None:
         return None
     return (
-        f"UPLOAD BLOCKED: an upload {shortage}. Training continues without uploads: free the "
-        "disk or move --neuron.run_folder"
+        f"UPLOAD BLOCKED: an upload {shortage}. Training continues without uploads: free some "
+        "disk space or move --neuron.run_folder"
     )
 
 
 def size_text(count: float) -> str:
-    """Return a number of bytes as an operator reads it: ``12.4 GB``, ``0.3 MB``."""
+    """Return a number of bytes in a readable form: ``12.4 GB``, ``0.3 MB``."""
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
@@ -378,21 +380,21 @@ def upload(
 ) -> int:
     """Upload a file, in parts if it is large; return how many bytes were sent.
 
-    An interrupted upload in parts continues where it was, also in another process. A part is never
-    whole in memory.
+    An interrupted upload in parts continues where it stopped, even in another process. A part is
+    never in memory as a whole.
 
     Args:
         store: The bucket.
         key: The object's name in the bucket. Nobody else may write it.
         path: The file.
         until: ``time.monotonic()`` at which the last retry ends; no part is begun after it.
-        uplink: Ends the upload when it is stopped.
-        once: Nobody may replace the object.
+        uplink: Stopping it stops the upload.
+        once: Whether the object must never be replaced.
 
     Raises:
-        TakenError: ``once``, and the object holds other bytes.
-        IntegrityError: The store lost parts, or put other bytes together.
-        StoreError: It is not sent, as DeadlineError; parts stay at the store.
+        TakenError: ``once`` is set, and the object holds other bytes.
+        IntegrityError: The store lost parts, or joined them into other bytes.
+        StoreError: The file was not sent, for example DeadlineError; parts stay at the store.
         StoppedError: ``uplink`` was stopped; parts stay at the store.
         OSError: The file cannot be read.
     """
@@ -414,7 +416,7 @@ def upload(
 
 @dataclass
 class _InParts:
-    """One file that is sent in parts: ``bodies`` of ``whole``."""
+    """One file that is sent in parts: ``bodies`` are the parts of ``whole``."""
 
     store: MultipartStore
     key: str
@@ -425,12 +427,12 @@ class _InParts:
     until: float
     once: bool
     upload_id: str = ""
-    listed: dict[int, PartInfo] = field(default_factory=dict)  # parts of this upload at the store
-    #: (id of the upload, number) -> part that this process has sent.
+    listed: dict[int, PartInfo] = field(default_factory=dict)  # parts that the store has
+    #: (upload id, part number) -> a part that this process has sent.
     sent: dict[tuple[str, int], PartInfo] = field(default_factory=dict)
 
     def send(self) -> int:
-        """Send what the store lacks; return how many bytes that was."""
+        """Send the parts that the store lacks; return how many bytes were sent."""
         for _ in range(2):
             if self._is_there():
                 break
@@ -439,7 +441,7 @@ class _InParts:
                 self._complete(run_all(self.pool, self._send_part, range(len(self.bodies))))
                 break
             except UploadMissingError:
-                continue  # completed, and the answer was lost, or aborted: ask the store
+                continue  # either completed, but the answer was lost, or aborted: ask the store
         else:
             raise IntegrityError(
                 f"{self.store.bucket}/{self.key}: the store lost the multipart upload: it is "
@@ -458,13 +460,13 @@ class _InParts:
             same = same_etag(held.etag, multipart_etag(digests))
         if same or not self.once:
             return same
-        # An etag of other parts, or of no MD5s, proves nothing, so the object is read back. That is
-        # worth its bytes only if nobody may replace the object.
+        # An etag of other parts, or one not made of MD5s, proves nothing, so read the object back.
+        # That is worth the traffic only if nobody may replace the object.
         self.retry(require_same, self.store, self.key, held, self.whole)
         return True
 
     def _begin(self) -> None:
-        """Continue the upload of this key that was begun, or begin one."""
+        """Continue an upload that was already begun for this key, or begin a new one."""
         store, key, retry = self.store, self.key, self.retry
         try:
             began = [one.upload_id for one in retry(store.list_multiparts, key) if one.key == key]
@@ -477,7 +479,7 @@ class _InParts:
         for self.upload_id in began[-1:]:
             with contextlib.suppress(UploadMissingError):
                 parts = retry(store.list_parts, key, self.upload_id)
-                log.info("Continuing the upload of %s: %d parts are there", key, len(parts))
+                log.info("Continuing the upload of %s: %d parts are stored", key, len(parts))
                 self.listed = {part.number: part for part in parts}
                 return
         self.upload_id, self.listed = retry(store.create_multipart, key), {}
@@ -485,44 +487,44 @@ class _InParts:
     def _send_part(self, index: int) -> PartInfo:
         number, body = index + 1, self.bodies[index]
         place, held = (self.upload_id, number), self.listed.get(number)
-        # If etags are not MD5s, only what this process has sent is known to be the file's.
+        # If etags are not MD5s, only parts that this process has sent are known to be correct.
         if (
             held is not None
             and held.size == len(body)
             and (held == self.sent.get(place) or same_etag(held.etag, body.md5))
         ):
             return held
-        # No request on a slow link fails, so no retry would compare the deadline.
+        # If the link is merely slow, no request fails, so no retry would check the deadline.
         if time.monotonic() > self.until:
             raise DeadlineError(
-                f"{self.key}: part {number} of {len(self.bodies)} was not sent in the time an "
-                "upload has (round.grace), so it is given up"
+                f"{self.key}: part {number} of {len(self.bodies)} was not sent in the time for an "
+                "upload (round.grace), so the upload was given up"
             )
         part = self.retry(self.store.upload_part, self.key, *place, body)
         self.sent[place] = part
         return part
 
     def _complete(self, parts: Sequence[PartInfo]) -> None:
-        """Put the parts together. Raises IntegrityError if the object is another one then."""
+        """Have the store join the parts. Raises IntegrityError if the object is then wrong."""
         store, key = self.store, self.key
         try:
             etag = self.retry(store.complete_multipart, key, self.upload_id, parts)
         except StoreError as error:
             if not isinstance(error, (DeadlineError, UploadMissingError)):
-                # Refused for good: the parts would only be billed.
+                # This refusal is final, so keeping the parts would only cost money.
                 with contextlib.suppress(StoreError):
                     store.abort_multipart(key, self.upload_id)
             raise
         wanted = multipart_etag([part.etag for part in parts])
         if same_etag(etag, wanted):
             return
-        # Ask for the object itself: if its etag is made of MD5s, that decides, and else its size.
+        # Check the object itself: by its etag if that is made of MD5s, otherwise by its size.
         held = self.retry(store.head, key)
         found = held.etag if held is not None else ""
         other = wanted and OF_PARTS.fullmatch(found) and not same_etag(found, wanted)
         if held is None or held.size != len(self.whole) or other:
             raise IntegrityError(
-                f"{key}: the store put the parts together wrongly: etag {found or etag:.80} "
+                f"{key}: the store joined the parts incorrectly: etag {found or etag:.80} "
                 f"instead of {wanted}, so it is sent again with the next upload"
             )
 
@@ -530,7 +532,7 @@ class _InParts:
 def upload_all(store: ObjectStore, files: Iterable[tuple[str, Path]], *, until: float) -> int:
     """Upload many files, several small ones at a time; return how many bytes were sent.
 
-    Raises as :func:`upload`.
+    Raises the same exceptions as :func:`upload`.
     """
     sizes = [(path.stat().st_size, key, path) for key, path in files]
 
@@ -543,10 +545,10 @@ def upload_all(store: ObjectStore, files: Iterable[tuple[str, Path]], *, until: 
 
 
 def multipart_etag(etags: Sequence[str]) -> str:
-    """Return S3's etag of an object of parts: the MD5 of the parts' MD5s, and their number.
+    """Return S3's etag for a multipart object: the MD5 of the parts' MD5s, and their number.
 
-    ``etags``: those of the parts. If they are not MD5s, the object's cannot be known: it returns
-    "".
+    ``etags``: the parts' etags. If they are not MD5s, the object's etag cannot be known, and "" is
+    returned.
     """
     if not all(map(is_md5, etags)):
         return ""
@@ -554,10 +556,10 @@ def multipart_etag(etags: Sequence[str]) -> str:
     return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(etags)}"
 
 
-# --- stuck uploads: begun and never completed, so they are billed and not visible -----------------
+# --- stuck uploads: begun but never completed, so they are billed but not visible -----------------
 
 STUCK_AGE = timedelta(hours=1)
-_OF_REQUEST = timedelta(seconds=30)  # for a request with its retries
+_OF_REQUEST = timedelta(seconds=30)  # time limit of one request with its retries
 
 
 def stuck_uploads(
@@ -567,7 +569,7 @@ def stuck_uploads(
     is_stuck: Callable[[MultipartInfo], bool],
     uplink: Uplink | None = None,
 ) -> list[MultipartInfo]:
-    """List stuck uploads, oldest first. Raises StoreError when the list cannot be had."""
+    """List stuck uploads, oldest first. Raises StoreError if the list cannot be fetched."""
     in_parts, retry = store.multipart(), Retry(each=_OF_REQUEST, uplink=uplink)
     found = [] if in_parts is None else retry(in_parts.list_multiparts, prefix)
     return sorted(filter(is_stuck, found), key=lambda one: one.initiated)
@@ -576,9 +578,9 @@ def stuck_uploads(
 def abort_uploads(
     store: ObjectStore, uploads: Sequence[MultipartInfo], *, uplink: Uplink | None = None
 ) -> list[str]:
-    """Abort uploads; return the store's answer for each upload that stays.
+    """Abort uploads; return the store's answer for each upload that could not be aborted.
 
-    An upload that the store does not know any more counts as aborted.
+    An upload that the store no longer knows counts as aborted.
     """
     in_parts, retry = store.multipart(), Retry(each=_OF_REQUEST, uplink=uplink)
 
@@ -609,7 +611,7 @@ def sweep_uploads(
     try:
         stuck = stuck_uploads(store, prefix=prefix, is_stuck=is_stuck, uplink=uplink)
     except StoreError as error:
-        log.warning("Stuck multipart uploads could not be listed, next try later: %s", error)
+        log.warning("Could not list stuck multipart uploads, will try again later: %s", error)
         return
     failed = abort_uploads(store, stuck, uplink=uplink)
     if len(stuck) > len(failed):

@@ -1,4 +1,4 @@
-"""Record events for programs: one JSON object a line in ``events.jsonl``.
+"""Record events for programs: one JSON object per line in ``events.jsonl``.
 
 ``neuron_state`` and the tests read this file, even while it is being written
 (:class:`EventFollower`). People read the log.
@@ -34,10 +34,10 @@ class EventLog:
 
     Any thread may write; one process owns the file.
 
-    Each line is one ``write`` to a file opened for appending, so a reader sees whole lines. A
-    line cut short by a kill is closed off at the next start. When the file passes half of
-    ``retention_bytes`` it becomes ``<name>.1``, replacing the one before. A failing disk loses
-    events, never training: the log says so once, and each write tries again.
+    Each line is one ``write`` to a file opened for appending, so readers see whole lines. If a kill
+    has cut off a line, the next start ends it with a newline. When the file exceeds half of
+    ``retention_bytes``, it is renamed to ``<name>.1``, which replaces the previous one. If the disk
+    fails, events are lost but training continues: the log says so once, and each write tries again.
     """
 
     def __init__(self, path: Path, *, retention_bytes: int = 2 * 1024**3) -> None:
@@ -52,8 +52,8 @@ class EventLog:
     def open(cls, folder: Path, *, logger: str = "") -> EventLog:
         """Open ``events.jsonl`` in the run folder.
 
-        From then on warnings and errors of the log are events too (``problem``: level, text), or
-        of one ``logger``.
+        From then on, warnings and errors that are logged, or those of one ``logger``, become events
+        too (``problem``: level, text).
         """
         events = cls(folder / "events.jsonl")
         logging.getLogger(logger).addHandler(_Problems(events))
@@ -62,11 +62,11 @@ class EventLog:
     def write(self, kind: str, **fields: Any) -> None:
         """Append ``{"time": <unix seconds>, "kind": kind, **fields}``.
 
-        NaN and Inf become null, what JSON does not have its text, and secrets are masked. Raises
-        ValueError if a field is called ``time``.
+        NaN and Inf become null, values that JSON does not support become text, and secrets are
+        masked. Raises ValueError if a field is called ``time``.
         """
         if "time" in fields:
-            raise ValueError("an event's time is when it is written")
+            raise ValueError("an event's time is set when it is written")
         event = {"time": round(time.time(), 3), "kind": kind, **plain(fields)}
         text = mask(json.dumps(event, ensure_ascii=False, allow_nan=False, default=str) + "\n")
         line = text.encode(errors="backslashreplace")  # half a surrogate pair, as JSON writes it
@@ -89,7 +89,7 @@ class EventLog:
                     self._file = self._open()
             except OSError as error:
                 failed = error
-                self._shut()  # the next write opens it again and ends half a line
+                self._shut()  # the next write opens it again and ends a partial line
             self._failing = failed is not None
         if failed is not None and not was_failing:
             log.warning(
@@ -117,14 +117,14 @@ class EventLog:
     def _open(self) -> int:
         file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = os.fstat(file).st_size
-        # The half line of a process that was killed would join the next line.
+        # A partial line from a process that was killed would be joined with the next line.
         if size and os.pread(file, 1, size - 1) != b"\n":
             os.write(file, b"\n")
         return file
 
 
 class _Problems(logging.Handler):
-    """Record warnings and errors of this project's own packages, a repeated one once a minute."""
+    """Record warnings and errors of this project's packages; repeated ones once a minute."""
 
     def __init__(self, events: EventLog) -> None:
         super().__init__(logging.WARNING)
@@ -134,24 +134,24 @@ class _Problems(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not record.name.startswith(("distributed_training", "neurons", "__main__")):
             return
-        if record.name == __name__:  # that events cannot be written must not become an event
+        if record.name == __name__:  # a warning about failed events must not become an event
             return
         try:
             if self._throttle(str(record.msg)):
                 text = record.getMessage()
                 self._events.write("problem", level=level_name(record), text=text)
-        except (TypeError, ValueError, KeyError):  # a damaged line must not end its caller
+        except (TypeError, ValueError, KeyError):  # a bad log call must not raise in its caller
             self.handleError(record)
 
 
 def read_events(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the events of a file and of its rotated part, oldest first.
+    """Yield the events of a file and of the rotated file before it, oldest first.
 
-    Broken lines are skipped. Yields nothing if neither file exists.
+    Damaged lines are skipped. Nothing is yielded if neither file exists.
 
     Args:
         path: ``events.jsonl`` of a run folder; ``<path>.1`` is read before it.
-        kind: Only events of this kind, such as ``step``; None: all.
+        kind: Yield only events of this kind, such as ``step``; None: all events.
     """
     with contextlib.closing(EventFollower(path)) as follower:
         for event in follower.history(at_most=sys.maxsize):
@@ -160,7 +160,7 @@ def read_events(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]
 
 
 def finite(value: object) -> float | None:
-    """Return a number that an event or another file may hold; None for anything else."""
+    """Return ``value`` as a float if it is a finite number, and None otherwise."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
@@ -170,9 +170,9 @@ def finite(value: object) -> float | None:
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` without what JSON does not have: enums by name or number, NaN as None."""
+    """Return ``value`` in a form that JSON supports: enums by name or number, NaN as None."""
     match value:
-        case enum.Enum():  # an exit status is a number, with which programs compare it
+        case enum.Enum():  # exit statuses are numbers, so that programs can compare them
             return int(value) if isinstance(value, int) else value.name
         case float() if not math.isfinite(value):
             return None
@@ -184,10 +184,10 @@ def plain(value: Any) -> Any:
 
 
 class EventFollower:
-    """Reads a growing file of JSON lines; a line still being written is read next time.
+    """Reads a growing file of JSON lines; a line that is still being written is read next time.
 
-    The file may be rotated: the old one is read to its end before the new one. Nothing of a line
-    longer than 1 MiB is kept in memory.
+    The file may be rotated: the old file is read to its end before the new one. A line longer than
+    1 MiB is not kept in memory.
 
     Args:
         path: The file; it need not exist yet.
@@ -210,24 +210,24 @@ class EventFollower:
         self._rest = b""
 
     def history(self, *, at_most: int) -> Iterator[dict[str, Any]]:
-        """Yield the events at the end of the file; :meth:`poll` continues after them.
+        """Yield the last events of the file; :meth:`poll` continues after them.
 
-        The rotated file counts too. Events come one by one: a week of them takes ten times as much
-        memory as the file.
+        This includes the rotated file. Events are yielded one by one, since a week of events would
+        take ten times as much memory as the file.
 
         Args:
             at_most: How many bytes to read, counted from the end.
         """
         size = self.path.stat().st_size if self.path.exists() else 0
         if size < at_most:
-            # Read the rotated file as well, or a page would begin empty just after a rotation.
+            # Read the rotated file as well, or a page would start empty just after a rotation.
             older = EventFollower(rotated(self.path))
             yield from older._from_end(at_most - size)
             older.close()
         yield from self._from_end(at_most)
 
     def poll(self) -> list[dict[str, Any]]:
-        """Return the events completed since the last call; none if there is no file yet."""
+        """Return the events completed since the last call; an empty list if there is no file."""
         events = [*self._events()]
         if self._file is None:
             return events
@@ -235,11 +235,11 @@ class EventFollower:
             now, ours = self.path.stat(), os.fstat(self._file.fileno())
         except FileNotFoundError:
             return events  # between the rename and the new file
-        # The file was rotated, or cut short by logrotate's copytruncate or "> events.jsonl": beyond
-        # its end nothing could be read.
+        # The file was rotated, or truncated by logrotate's copytruncate or "> events.jsonl", so
+        # that nothing more could be read at our position.
         if now.st_ino != ours.st_ino or now.st_size < self._file.tell():
-            # Read once more before closing: the writer may have written between our read and its
-            # rename.
+            # Read once more before closing: the writer may have written something between our read
+            # and its rename.
             events += self._events()
             self.close()
             events += self._events()
@@ -253,7 +253,7 @@ class EventFollower:
         start = max(0, self._file.seek(0, os.SEEK_END) - count)
         self._file.seek(start)
         if start:
-            self._file.readline()  # its beginning is cut off
+            self._file.readline()  # skip this line, whose beginning is missing
         yield from self._events()
 
     def _events(self) -> Iterator[dict[str, Any]]:
@@ -267,7 +267,7 @@ class EventFollower:
             self._rest += part
             if not part.endswith(b"\n") and len(self._rest) < LONGEST_LINE:
                 return
-            # A line that a kill cut off gives None; the next one is complete again.
+            # A line that a kill has cut off gives None; the next line is complete again.
             event, self._rest = json_line(self._rest), b""
             if event is not None:
                 yield event

@@ -1,11 +1,11 @@
-"""The state of a miner: the facts that follow from its events, and those that it measures.
+"""The state of a miner: the facts that follow from its events, and the facts that it measures.
 
-Only :func:`fold` says what an event changes. A running miner folds its events as it writes them,
+Only :func:`fold` decides what an event changes. A running miner folds its events as it writes them,
 and keeps the result in ``facts.json`` (:mod:`.own_facts`); a reader folds the lines of
 ``events.jsonl`` (:mod:`.neuron_state`). A reader adds what only an observer can know
 (:func:`~.run_state.observe`), and :func:`~.verdict.judge` judges the facts.
 
-A fact is true of one moment, and the network moves on, so a :class:`Fact` has its time.
+A fact is true at one moment, and the network continues to change, so a :class:`Fact` has its time.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from distributed_training.telemetry.events import finite
 
 FACTS_FILE = "facts.json"  # in the run folder
 
-#: Seconds after which a silence counts: of registry or store, and of both.
+#: Seconds after which silence is reported: of the registry or the store, and of both.
 SILENT_AFTER, OFFLINE_AFTER = 120.0, 60.0
-#: What stopped a miner whose settings were refused.
+#: The ``stopped_by`` of a miner whose settings were refused.
 SETTINGS = "its settings"
-#: Reason of a stop that needs nobody, since torchrun starts all ranks again or says why.
+#: Reason of a stop that needs no action, since torchrun restarts all ranks or says why not.
 TORCHRUN = "its ranks have ended; torchrun's log names the cause"
 SCRIPT = "its script ended"  # the script that joined has ended
 FINISHED = "finished"  # the network has finished
-#: What became of a close, in the words of a ``round`` event. MISSED: nothing was sent.
+#: The outcome of a close, in the words of a ``round`` event. MISSED: nothing was sent.
 MERGED, REFUSED, MISSED = "merged", "refused", "missed"  # or "not merged"
-TOO_EARLY = "too early"  # cause at the close before a miner's first upload
+TOO_EARLY = "too early"  # the outcome of a close before a miner's first upload
 _KEPT_UPLOADS = 3  # outer steps
 
 _T = TypeVar("_T")
-#: Figures of a miner. A damaged file may hold a larger one, or NaN, which no sentence can show.
+#: A miner's figures. A damaged file may contain larger values, or NaN, which no text can show.
 Count = Annotated[int, Field(gt=-(10**18), lt=10**18)]
 Number = Annotated[float, Field(gt=-1e18, lt=1e18)]
-#: What :func:`fold` may raise for a line that is damaged, or of another version.
+#: What :func:`fold` may raise for a line that is damaged or from another version.
 DAMAGED = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
 
 
@@ -58,8 +58,8 @@ class Fact(Generic[_T]):
 class KnownUpload:
     """One complete upload of this miner.
 
-    ``at``: Unix seconds, of its end. ``fate``: what became of it, once a manifest says so, at
-    ``fate_at`` and for ``cause``.
+    ``at``: when the upload ended, in Unix seconds. ``fate``: its outcome, once a manifest states
+    it; ``fate_at`` and ``cause``: when and why.
     """
 
     outer_step: Count
@@ -72,7 +72,7 @@ class KnownUpload:
 
 @dataclass(frozen=True)
 class Crash:
-    """The last end of ranks or launcher that nobody asked for; ``at`` 0: there was none."""
+    """The last unexpected end of the ranks or the launcher; ``at`` is 0 if there was none."""
 
     at: Number = 0.0
     text: str = ""
@@ -82,11 +82,11 @@ class Crash:
 class Launch:
     """The launcher's state, and the content of ``launcher.json``; times in Unix seconds.
 
-    ``stage``: the stage of a start, since ``stage_at``; ``eta_seconds`` were left then. ``text``:
-    why a start was refused, or how the miner ended. ``attempt``: the number of the start that was
-    refused; the next is at ``next_try_at``. ``stopped_by``: ``signal SIGTERM``, ``finished``, or
-    another cause of the end. ``at``: since when ``state`` holds. ``restarts``: after crashes, since
-    the last start that somebody asked for.
+    ``stage``: the stage of a start since ``stage_at``, with ``eta_seconds`` left at that time.
+    ``text``: why a start was refused, or how the miner ended. ``attempt``: the number of the
+    refused attempt to start; the next one is at ``next_try_at``. ``stopped_by``: ``signal
+    SIGTERM``, ``finished``, or another cause of the end. ``at``: when ``state`` began.
+    ``restarts``: the number of restarts after crashes since the last requested start.
     """
 
     state: str = "stopped"  # or starting, running, refused, stopping
@@ -104,12 +104,12 @@ class Launch:
 
     @property
     def asked(self) -> bool:
-        """Return whether somebody asked for the stop."""
+        """Return whether the stop was requested."""
         known = (FINISHED, TORCHRUN, SCRIPT)
         return self.stopped_by.startswith("signal") or self.stopped_by in known
 
     def seconds_left(self, now: float) -> float | None:
-        """Return how long the present stage takes from ``now`` on; None: not known."""
+        """Return how many seconds the current stage still takes at ``now``; None if not known."""
         if self.eta_seconds is None or not self.stage_at:
             return None
         return max(0.0, self.stage_at + self.eta_seconds - now)
@@ -117,7 +117,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes of the run folder's disk. ``needed``: what upload, checkpoint and the reserve take."""
+    """Bytes on the run folder's disk. ``needed``: for an upload, a checkpoint and the reserve."""
 
     free: Number
     total: Number
@@ -125,7 +125,7 @@ class Disk:
 
 
 def measure_disk(folder: Path, needed: float, now: float) -> Fact[Disk] | None:
-    """Return the room on the disk; None if its file system does not report it."""
+    """Return the free space on the disk; None if its file system does not report it."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError:
@@ -136,13 +136,13 @@ def measure_disk(folder: Path, needed: float, now: float) -> Fact[Disk] | None:
 
 @dataclass(frozen=True)
 class Facts:
-    """All facts that a verdict needs. None, empty: not known.
+    """All facts that a verdict needs. None or an empty value means not known.
 
     Times are Unix seconds.
     """
 
     # --- the network's file
-    pays: bool = False  # whether its chain pays; in a registry's network uploads only count
+    pays: bool = False  # whether its chain pays; a network with a registry only counts uploads
     round_seconds: Number | None = None  # seconds from one close to the next
     # --- the miner, as it sees itself
     name: str = ""
@@ -155,15 +155,15 @@ class Facts:
     step: Fact[Count] | None = None  # the last inner step
     step_seconds: Number | None = None
     uploads: tuple[KnownUpload, ...] = ()  # the newest upload of each outer step, oldest first
-    missed: Count = 0  # closes in a row for which nothing was sent, since the first upload
-    missed_at: Number | None = None  # when the last of them was over
+    missed: Count = 0  # consecutive closes for which nothing was sent, since the first upload
+    missed_at: Number | None = None  # when the last missed close was over
     missed_cause: str = ""
-    joined: bool = False  # an upload was ever begun; before that the miner can miss no close
-    noted: Count = -1  # outer step for whose close it is known why nothing was sent
+    joined: bool = False  # whether an upload was ever begun; before that, no close can be missed
+    noted: Count = -1  # outer step for which it is already noted why nothing was sent
     heard: Count = -1  # outer step of the last close that the miner could answer
-    silent: str = ""  # what did not answer since the last outer step
+    silent: str = ""  # what has not answered since the last outer step: store, registry, chain
     # --- the network, as the miner sees it
-    chain_at: Number | None = None  # when its registry or chain answered last
+    chain_at: Number | None = None  # when its registry or chain last answered
     chain_trouble: str = ""
     registered: Fact[bool] | None = None
     incentive: Fact[Number] | None = None  # this miner's share of what the chain pays, 0 to 1
@@ -173,15 +173,15 @@ class Facts:
     store_trouble: str = ""  # why the store does not answer
     other_version: Fact[str] | None = None  # how the network's file differs from ours
     forked: str = ""  # why there are two histories, or empty
-    gate: Count = 0  # closes in a row that the held-out text refused
-    next_round: Number | None = None  # the next close
+    gate: Count = 0  # consecutive closes that the check on the held-out text refused
+    next_round: Number | None = None  # time of the next close
     # --- what others see of the miner
     launch: Launch | None = None
-    gone: Fact[bool] | None = None  # no process of it runs
+    gone: Fact[bool] | None = None  # whether none of its processes is running
     disk: Fact[Disk] | None = None
 
     def expected_round(self, now: float) -> float | None:
-        """Return the time of the next round; by the clock, if nobody has answered since."""
+        """Return the time of the next round; extrapolate it if the network has not answered."""
         due, period = self.next_round, self.round_seconds
         silent = self.chain_at is not None and now - self.chain_at > OFFLINE_AFTER
         silent |= self.store_silent_since is not None
@@ -190,9 +190,9 @@ class Facts:
         return due + math.ceil((now - due) / max(1.0, period)) * period
 
     def missed_until(self, now: float) -> int:
-        """Count the closes in a row without an upload, with those that the miner has not heard of.
+        """Count the consecutive closes without an upload, even those the miner does not know of.
 
-        It hears of none while registry and store are silent.
+        It learns of no closes while the registry and the store are silent.
         """
         due, period = self.next_round, self.round_seconds
         if due is None or not period:
@@ -203,7 +203,7 @@ class Facts:
         return self.missed + max(0, passed - max(0, before))
 
     def moved(self, seconds: float) -> Facts:
-        """Return these facts with the miner's own times by a clock that is ``seconds`` ahead."""
+        """Return these facts with the miner's own times moved ``seconds`` ahead."""
         names = ("started", "mode_since", "missed_at", "behind_since", "step", "other_version")
         changed: dict[str, Any] = {}
         for name in names:
@@ -220,14 +220,14 @@ class Facts:
 
     @classmethod
     def read(cls, folder: Path) -> Facts:
-        """Return the facts of a run folder: none if there is no file, or a damaged one."""
+        """Return the facts of a run folder; empty facts if the file is missing or damaged."""
         return parse(cls, read_json_object(folder / FACTS_FILE) or {})
 
 
 def parse(kind: type[_T], found: Mapping[str, Any]) -> _T:
-    """Return the dataclass with the fields of ``found`` that fit; others stay at their defaults.
+    """Return a ``kind`` with the valid fields of ``found``; others keep their defaults.
 
-    Another version may have written them, or a disk may have damaged them.
+    Invalid fields may come from another version or from a damaged disk.
     """
     adapter = adapter_of(kind)  # type: ignore[arg-type]  # a class is hashable
     while True:
@@ -243,9 +243,9 @@ def parse(kind: type[_T], found: Mapping[str, Any]) -> _T:
 
 
 def fold(facts: Facts, event: Mapping[str, Any], at: float) -> Facts:
-    """Return the facts after ``event``, which was written at ``at``, in seconds of any one clock.
+    """Return the facts after ``event``, which was written at ``at`` (seconds, always one clock).
 
-    An unknown kind changes nothing. A line of another program may raise one of :data:`DAMAGED`.
+    An unknown kind changes nothing. A line from another program may raise one of :data:`DAMAGED`.
     """
     mode, changed = _MODES.get(event["kind"], facts.mode), dict[str, Any]()
     outer_step = _whole(event.get("outer_step"), facts.outer_step)
@@ -274,7 +274,7 @@ def fold(facts: Facts, event: Mapping[str, Any], at: float) -> Facts:
             changed = _missed(facts, outer_step, cause, at)
         case {"kind": "publication", "revision": str(tag), "reason": str(problem)}:
             of, _, serial = tag.partition(".")
-            if serial != "0":  # progress, which nobody judges
+            if serial != "0":  # an upload of progress, which is not judged
                 changed = _sent(replace(facts, joined=True), int(of), tag, problem, at)
         case {"kind": "round", "ok": True, "fate": str(fate), "detail": str(cause)}:
             changed = _settled(facts, outer_step, fate, cause, at)
@@ -282,11 +282,11 @@ def fold(facts: Facts, event: Mapping[str, Any], at: float) -> Facts:
             mode = "finished"
     if mode != facts.mode:
         changed |= {"mode": mode, "mode_since": at}
-    # replace() takes twice as long, and a page begins with 100,000 events.
+    # replace() takes twice as long, and a page first reads 100,000 events.
     return Facts(**{**vars(facts), **changed}) if changed else facts
 
 
-#: Kind of event -> the mode that it begins. The last three are a validator's.
+#: Kind of event -> the mode that it begins. The last three are events of a validator.
 _MODES: Mapping[str, str] = {
     "start": "starting",
     "starting": "starting",
@@ -300,7 +300,7 @@ _MODES: Mapping[str, str] = {
 
 
 def _sent(facts: Facts, outer_step: int, tag: str, problem: str, at: float) -> dict[str, Any]:
-    """Return what changes once an upload was sent, or failed because of ``problem``."""
+    """Return the changes after an upload was sent, or failed because of ``problem``."""
     if problem:
         head = "" if problem.startswith(("void", "late")) else "not sent: "
         return {"joined": True, **_missed(facts, outer_step, head + problem, at)}
@@ -315,7 +315,7 @@ def _kept(facts: Facts, upload: KnownUpload) -> tuple[KnownUpload, ...]:
 
 
 def _missed(facts: Facts, outer_step: int | None, cause: str, at: float) -> dict[str, Any]:
-    """Return what changes if nothing was sent; no upload is missed before the first one."""
+    """Return the changes if nothing was sent; before the first upload no close counts as missed."""
     if outer_step == facts.noted:
         return {}
     missed = facts.missed + facts.joined
@@ -325,7 +325,7 @@ def _missed(facts: Facts, outer_step: int | None, cause: str, at: float) -> dict
 def _settled(
     facts: Facts, outer_step: int | None, fate: str, cause: str, at: float
 ) -> dict[str, Any]:
-    """Return what changes by the manifest that was just applied: the fate of an upload."""
+    """Return the changes due to the manifest that was just applied: the fate of an upload."""
     if outer_step is None or fate == TOO_EARLY:
         return {"silent": ""}
     if fate == MISSED:

@@ -1,4 +1,4 @@
-"""Logging as pm2 wants it: one line a record on stdout, no colours, no secrets."""
+"""Logging in the form that pm2 needs: one line per record on stdout, no colours, no secrets."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _LIBRARIES = (
 _SHORTEST_SECRET = 6  # a shorter secret would mask ordinary words
 MASK = "********"
 
-# Control characters of foreign texts: ESC sequences would act on the terminal of a reader.
+# Control characters in texts from others: ESC sequences would act on a reader's terminal.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
-# The query of a presigned URL, by which anybody could send the signed request.
+# The query of a presigned URL: with it, anybody could send the signed request.
 _SIGNED_QUERY = re.compile(r"\?(?=[^\s\"'<>?]*\b(?:X-Amz-)?Signature=)[^\s\"'<>]+", re.IGNORECASE)
 
 _secrets: tuple[str, ...] = ()  # the longest secret first, since one may begin with another
@@ -41,25 +41,25 @@ def register_secret(secret: SecretStr | str | None) -> None:
     global _secrets
     text = secret.get_secret_value() if isinstance(secret, SecretStr) else secret
     if text and len(text) >= _SHORTEST_SECRET:
-        in_json = json.dumps(text, ensure_ascii=False)[1:-1]  # with quotes as an event has them
+        in_json = json.dumps(text, ensure_ascii=False)[1:-1]  # escaped as in an event
         # Make a new tuple, since another thread may be going through the old one.
         _secrets = tuple(sorted({*_secrets, text, in_json}, key=len, reverse=True))
 
 
 def mask(text: str) -> str:
-    """Return ``text`` with ``********`` for each registered secret and query of a signed URL."""
+    """Return ``text`` with registered secrets and signed URLs' queries replaced by ``********``."""
     for secret in _secrets:
         if secret in text:
             text = text.replace(secret, MASK)
-    if "ignature=" in text:  # look for this first, since a line of the log rarely has it
+    if "ignature=" in text:  # check this first, since few log lines contain it
         text = _SIGNED_QUERY.sub(f"?{MASK}", text)
     return text
 
 
 class LineFormatter(logging.Formatter):
-    """``2026-01-31 23:59:59.123+00:00 | INFO | text``; other ranks than 0 name themselves.
+    """``2026-01-31 23:59:59.123+00:00 | INFO | text``; ranks other than 0 add their number.
 
-    The time is the machine's, with its distance to UTC. A record is one line whatever it holds: pm2
+    The time is the machine's local time with its UTC offset. A record always becomes one line: pm2
     and grep work by lines. A traceback is folded into ``(Type: text; at file:line in function <
     caller)``, innermost first.
     """
@@ -73,7 +73,7 @@ class LineFormatter(logging.Formatter):
         if not record.name.startswith(("distributed_training", "neurons", "__main__")):
             message = f"{record.name}: {message}"
         if record.exc_info and (error := record.exc_info[1]) is not None:
-            frames = traceback.extract_tb(error.__traceback__)[-6:]  # a line has room for a few
+            frames = traceback.extract_tb(error.__traceback__)[-6:]  # a few fit into a line
             places = [f"{Path(f.filename).name}:{f.lineno} in {f.name}" for f in frames]
             text = f"{type(error).__name__}: {error}".rstrip(": ")
             text += f"; at {' < '.join(reversed(places))}" if places else ""
@@ -88,15 +88,15 @@ class LineFormatter(logging.Formatter):
 
 
 def level_name(record: logging.LogRecord) -> str:
-    """Return the level's name; WARNING is called WARNING, whatever a library made of it."""
+    """Return the level's usual name, such as WARNING, even if a library has renamed it."""
     return _LEVELS.get(record.levelno, record.levelname)
 
 
 def moved(path: str | Path, file: int) -> bool:
-    """Return whether ``path`` is another file by now than the open one, or none.
+    """Return whether ``path`` is no longer the open file: it was replaced or removed.
 
-    logrotate moves a file away that is being written, and ``rm`` removes it. A process that
-    continues to write would fill the disk with a file that nobody finds. Raises OSError.
+    logrotate moves away a file that is being written, and ``rm`` removes it. A process that
+    continued to write would fill the disk with a file that nobody can find. Raises OSError.
     """
     try:
         return not os.path.samestat(os.stat(path), os.fstat(file))
@@ -110,24 +110,24 @@ def setup_logging(
     rank: int,
     secrets: Iterable[SecretStr | str | None] = (),
 ) -> None:
-    """Make this process's log lines what operators expect. May be called again.
+    """Set up this process's log as operators expect it. This may be called again.
 
-    Ranks other than 0 print warnings and errors only, libraries warnings. ``secrets`` (every
-    SecretStr of the configuration) are masked from here on. Uncaught exceptions of any thread
-    become one line too.
+    Ranks other than 0 print only warnings and errors, and so do libraries. ``secrets`` (every
+    SecretStr of the configuration) are masked from now on. An uncaught exception in any thread
+    becomes one line too.
     """
     for secret in secrets:
         register_secret(secret)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Otherwise a file name in no encoding, or a "✓" under an old locale, would cost the whole
-        # line.
+        # Otherwise the whole line would be lost to a badly encoded file name, or to a "✓" under an
+        # old locale.
         sys.stdout.reconfigure(errors="backslashreplace")
     output = logging.StreamHandler(sys.stdout)
     output.setFormatter(LineFormatter(rank=rank))
     if rank:
         output.setLevel(logging.WARNING)
     root = logging.getLogger()
-    # Remove handlers that libraries added: each line would come twice, and unmasked.
+    # Remove handlers that libraries added: each line would be printed twice, once unmasked.
     for handler in list(root.handlers):
         root.removeHandler(handler)
         handler.close()
@@ -143,7 +143,7 @@ def setup_logging(
         for handler in list(logger.handlers):
             logger.removeHandler(handler)
         logger.propagate = True
-        # logging.config of a library may have switched it off, errors included.
+        # A library's logging.config may have disabled it, including its errors.
         logger.disabled = False
         logger.setLevel(logging.DEBUG if settings.debug else logging.WARNING)
     warnings = logging.getLogger("py.warnings")
@@ -154,7 +154,7 @@ def setup_logging(
         if error is not None and not isinstance(error, (KeyboardInterrupt, SystemExit)):
             log.critical("Uncaught error%s", where, exc_info=error)
 
-    # Python's own hook would write many lines to stderr, with every secret in them.
+    # Python's own hook would write many lines to stderr, with any secrets unmasked.
     sys.excepthook = lambda kind, error, trace: uncaught(error)
     threading.excepthook = lambda failed: uncaught(
         failed.exc_value, f" in thread {failed.thread.name if failed.thread else '?'}"

@@ -1,10 +1,10 @@
 """Counters and gauges of this process, for monitoring, and the catalogue of their names.
 
-A *counter* only grows: rates are made of it. A *gauge* is the latest measurement; one that could
-not be measured is absent rather than 0: a graph shows a gap, an alert on ``absent()`` works.
-Graphs, alerts and the page rely on the catalogue's names (``dt_`` stands before each of them).
-Moments are Unix timestamps, so that an age continues to grow when the miner stands still. The text
-format is the Prometheus client's. A plug-in adds a metric with :func:`register_metric`.
+A *counter* only grows; rates are computed from it. A *gauge* is the latest measurement; if it could
+not be measured it is absent rather than 0, so a graph shows a gap and an alert on ``absent()``
+works. Graphs, alerts and the page rely on the catalogue's names, each with the prefix ``dt_``.
+Times are Unix timestamps, so that an age continues to grow when the miner hangs. The text format is
+the Prometheus client's. A plug-in adds a metric with :func:`register_metric`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MetricSpec(NamedTuple):
     measure: Callable[[], float | None] | None = None
 
 
-#: The catalogue. Its names are promised to graphs, alerts and the page.
+#: The catalogue. Graphs, alerts and the page rely on its names.
 METRICS: Kinds[MetricSpec] = Kinds("metric")
 
 
@@ -49,25 +49,26 @@ def register_metric(
     step: Callable[[StepReport], float | None] | None = None,
     measure: Callable[[], float | None] | None = None,
 ) -> None:
-    """Add a metric to the catalogue; the metrics file, the page and the trackers show it then.
+    """Add a metric to the catalogue, so that the metrics file, the page and the trackers show it.
 
     Args:
-        name: The name with its unit, without ``dt_``. One that ends with ``_total`` is a counter,
-            any other a gauge.
-        about: The text of Prometheus' help.
-        step: Reads it from the report of an inner step; of a counter: by how much it grows.
+        name: The name with its unit, without ``dt_``. A name that ends with ``_total`` makes it a
+            counter, any other a gauge.
+        about: The help text for Prometheus.
+        step: Reads the value from the report of an inner step; for a counter: its increase.
         measure: Measures a gauge each time the metrics file is written. Without ``step`` and
-            ``measure`` it is set where it is known.
+            ``measure``, the code that knows the value sets it.
 
-    None means "could not be measured": the metric is absent. So is one that raises, or gives no
-    number, with a warning. Raises ValueError for a name that is taken, or that is none.
+    A result of None means "could not be measured", and the metric is absent. If the function raises
+    or returns no number, the metric is absent too, with a warning. Raises ValueError if the name is
+    taken or invalid.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or (measure and name.endswith("_total")):
-        raise ValueError(f"{name!r} is no name for such a metric")
+        raise ValueError(f"{name!r} is not a valid name for such a metric")
     METRICS.register(name, MetricSpec(about, step, measure))
 
 
-# torchtitan's figures under this project's prefix, by the report's field.
+# torchtitan's figures under this project's prefix, each with the field of the report.
 for _name, _field, _about in (
     ("train_outer_step", "outer_step", "outer steps taken"),
     ("train_inner_step", "inner_step", "inner steps since the outer step"),
@@ -88,7 +89,7 @@ for _name, _field, _about in (
     register_metric(_name, _about, step=attrgetter(_field))
 register_metric("train_steps_total", "inner steps", step=lambda report: not report.skipped)
 
-# The code that knows a figure sets it.
+# These figures are set by the code that knows them.
 for _name, _about in {
     "start_timestamp_seconds": "when training began",
     "last_step_timestamp_seconds": "end of the last inner step",
@@ -143,7 +144,7 @@ for _name, _about in {
 }.items():
     register_metric(_name, _about)
 
-#: Counts of the chain package since the process started; each is absent until the first.
+#: Counts of the chain package since the process started; each is absent until its first event.
 CHAIN_COUNTS: Mapping[str, str] = {
     "chain_reads_total": "reads of the members; if it stands still, the chain does not answer",
     "chain_failures_total": "failed reads; grep 'The chain at' in the log for the cause",
@@ -159,14 +160,14 @@ _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_]")
 
 
 class MetricsRegistry(Collector):
-    """The figures of all metrics, by name. Any thread may change them.
+    """The values of all metrics, by name. Any thread may change them.
 
-    Methods raise ValueError for a name that is not in the catalogue, TypeError for one of the other
-    kind: a counter's ends with ``_total``.
+    Methods raise ValueError for a name that is not in the catalogue, and TypeError if it is a gauge
+    instead of a counter or the reverse: a counter's name ends with ``_total``.
     """
 
     def __init__(self) -> None:
-        # Metric -> its label ("" if it has none), and its figures by the label's value.
+        # Metric -> its label ("" if it has none), and its values by the label's value.
         self._figures: dict[str, tuple[str, dict[str, float]]] = {}
         self._lock = threading.Lock()
 
@@ -184,7 +185,7 @@ class MetricsRegistry(Collector):
         self.labelled(name, "", {} if value is None else {"": value})
 
     def labelled(self, name: str, label: str, values: Mapping[str, float]) -> None:
-        """Set measurements that differ by ``label`` only (``rank``): the latest of all of them."""
+        """Set the latest measurements of a metric, one for each value of ``label`` (``rank``)."""
         _check(name, total=False)
         with self._lock:
             known = {kind: value for kind, value in values.items() if math.isfinite(value)}
@@ -230,10 +231,10 @@ def _check(name: str, *, total: bool) -> None:
 
 
 class MetricsFile:
-    """A file that always holds the registry's latest text whole.
+    """A file that always contains the complete, latest text of the registry.
 
-    Prometheus' textfile collector reads it. Written at most once in ``every`` seconds; a failing
-    disk costs the file, not training.
+    Prometheus' textfile collector reads it. It is written at most once in ``every`` seconds; if the
+    disk fails, the file is not written but training continues.
     """
 
     def __init__(
@@ -245,7 +246,7 @@ class MetricsFile:
         self._failing = False
 
     def write(self, update: Callable[[], None], *, at_once: bool = False) -> None:
-        """Write the file if it is due; ``update`` is called first then."""
+        """Write the file if it is due, after calling ``update``."""
         if not self._due() and not at_once:
             return
         update()
@@ -263,11 +264,11 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> dict[str, float]:
-    """Return a metrics file's figures by ``dt_name``, or ``dt_name.KIND`` by a label.
+    """Return a metrics file's values by ``dt_name``, or ``dt_name.KIND`` if there is a label.
 
-    Those that are not finite are left out; empty if there is no such file.
+    Values that are not finite are left out; the result is empty if there is no such file.
     """
-    # Imported here, since writers of metrics do not need it.
+    # Imported here, since programs that write metrics do not need it.
     from prometheus_client.parser import text_string_to_metric_families
 
     try:
@@ -283,7 +284,7 @@ def read_metrics(path: Path) -> dict[str, float]:
 
 
 def record_step(registry: MetricsRegistry, report: StepReport) -> None:
-    """Record an inner step's figures; those the report does not have become absent."""
+    """Record an inner step's figures; figures that the report lacks become absent."""
     for name in METRICS:
         if (step := METRICS[name].step) is None:
             continue
@@ -304,7 +305,7 @@ def _read(name: str, read: Callable[[], float | None]) -> float | None:
         if name.endswith("_total") and not (math.isfinite(value) and value >= 0):
             raise ValueError(f"a counter cannot grow by {value}")
         return value
-    except Exception as error:  # noqa: BLE001 - a plug-in's, which must not end training
+    except Exception as error:  # noqa: BLE001 - a plug-in's error must not end training
         if _may_complain(name):
             log.warning("The metric dt_%s cannot be read (%r): it is left out", name, error)
         return None

@@ -1,9 +1,9 @@
-"""The past of one neuron, read from the events in its run folder: its steps, rounds and uploads.
+"""The history of one neuron, read from the events in its run folder: steps, rounds and uploads.
 
-The local subnet with its summary, ``dt-status`` and the page ask a :class:`NeuronState`, so they
-agree about a neuron. It follows ``events.jsonl`` while the file grows, and reads it again after a
-restart, so the page begins with the past. What an event means for the present state,
-:func:`~.facts.fold` says.
+The local subnet with its summary, ``dt-status`` and the page all use a :class:`NeuronState`, so
+they agree about a neuron. It follows ``events.jsonl`` while the file grows, and reads it again
+after a restart, so the page starts with the history. :func:`~.facts.fold` defines what an event
+means for the current state.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _EVENTS = 10_000  # events of one kind; a run of weeks has fewer rounds and publ
 _ROWS = 50  # rows of a table on the page
 _POINTS = 1500  # points of a line on the page
 _DAY, _HOUR = 86400.0, 3600.0
-_FEW_DAYS = 4  # up to this number, counts are by the hour
-_SHORTEST = 60.0  # seconds of steps from which a day's tokens are estimated
+_FEW_DAYS = 4  # a history shorter than this is counted by the hour
+_SHORTEST = 60.0  # least seconds of steps from which to estimate a day's tokens
 
-#: One inner step; what was not measured is None. The fields are the columns of the page's rows.
+#: One inner step; values that were not measured are None. The fields are the page's columns.
 Step = namedtuple(
     "Step",
     "time outer_step inner_step loss seconds data_wait_seconds between_seconds tokens_per_second "
@@ -51,7 +51,7 @@ _TABLES = (
 
 @dataclass
 class JudgedUploads:
-    """The findings of a validator on one miner's uploads."""
+    """A validator's findings about one miner's uploads."""
 
     scored: int = 0
     passes: int = 0  # scored or reset; a reset counts as a score of zero
@@ -60,7 +60,7 @@ class JudgedUploads:
 
 
 class NeuronState:
-    """The past of a neuron, read from its run folder ``folder``, whose name it has by default.
+    """The history of a neuron, read from its run ``folder``, which also gives the default ``name``.
 
     Only :meth:`apply` changes it. ``known``: the facts that follow from the events.
     """
@@ -71,24 +71,24 @@ class NeuronState:
         self.starts = 0
         self.outer_steps: list[tuple[int, float]] = []  # (reached, time)
         self.steps: deque[Step] = deque(maxlen=_STEPS)
-        # The tables are bounded, since a run of months, or a neuron that fails each second, must
-        # not fill the page's memory.
+        # The tables are bounded, since a run that lasts for months, or a neuron that fails every
+        # second, must not fill the page's memory.
         self.tables: dict[str, deque[dict[str, Any]]] = {k: deque(maxlen=_EVENTS) for k in _TABLES}
         # A validator's scores, by uid.
         self.scores: dict[int, dict[str, float]] = {}
         self.judged: dict[int, JudgedUploads] = {}
-        self._taken = 0  # events; the page knows by it which of them the history held already
-        self._step_ended: float | None = None  # end of the step before, if this run did it
+        self._taken = 0  # number of events so far; the page skips those that it already has
+        self._step_ended: float | None = None  # end of the previous step of the same process
         self._follower = EventFollower(folder / "events.jsonl")
 
     @property
     def phase(self) -> str:
-        """The miner's last mode, or the validator's present work."""
+        """The miner's last mode, or the validator's current work."""
         return self.known.mode.replace("_", " ")
 
     @property
     def uid(self) -> int:
-        """The uid; -1 until a start event has it."""
+        """The uid; -1 until a start event names it."""
         return -1 if self.known.uid is None else self.known.uid
 
     @property
@@ -106,7 +106,7 @@ class NeuronState:
 
     @property
     def uploads(self) -> list[str]:
-        """Tags of the revisions that were uploaded, oldest first."""
+        """The tags of the uploaded revisions, oldest first."""
         return [
             str(event.get("revision")) for event in self.tables["publication"] if event.get("ok")
         ]
@@ -120,7 +120,7 @@ class NeuronState:
         return self
 
     def poll(self) -> list[dict[str, Any]]:
-        """Apply the new events, and return them as :meth:`apply` does."""
+        """Apply the new events; return them in the form that :meth:`apply` returns."""
         return [self.apply(event) for event in self._follower.poll()]
 
     def close(self) -> None:
@@ -129,13 +129,13 @@ class NeuronState:
     def apply(self, event: Mapping[str, Any]) -> dict[str, Any]:
         """Apply one event.
 
-        Returns it with the neuron's name, its number, the state after it, and derived fields:
-        ``between_seconds`` of a step (outer steps and loads since the step before). Unknown kinds
-        and fields, and fields of another type, change nothing.
+        Returns the event with the neuron's name, the event's number, the state after it, and
+        derived fields: ``between_seconds`` of a step (outer steps and loads since the previous
+        step). Unknown kinds and fields, and fields of the wrong type, change nothing.
         """
         self._taken += 1
         follows = dict[str, Any]()
-        # A line that is damaged, or of another version, must not end page or local network.
+        # A line that is damaged or from another version must not end the page or the local network.
         with contextlib.suppress(*DAMAGED):
             if event["kind"] in self.tables:
                 self.tables[event["kind"]].append(dict(event))
@@ -145,11 +145,11 @@ class NeuronState:
         return {**event, **follows, **named}
 
     def _note(self, event: Mapping[str, Any]) -> dict[str, Any]:
-        """Note what the past holds of an event that is folded; return its derived fields."""
+        """Add an event that was folded to the history; return its derived fields."""
         at, follows = finite(event.get("time")), dict[str, Any]()
         match event:
             case {"kind": "start" | "starting" | "refused" | "stop" as kind}:
-                # The time between two processes is not a pause between two steps.
+                # The time between two processes does not count as a pause between two steps.
                 self._step_ended, self.starts = None, self.starts + (kind == "start")
             case {"kind": "step"}:
                 ended, self._step_ended = self._step_ended, at
@@ -157,7 +157,7 @@ class NeuronState:
                 if ended is not None and at is not None:
                     pause = at - ended - (finite(event.get("seconds")) or 0.0)
                     follows["between_seconds"] = round(max(0.0, pause), 3)
-                if event.get("skipped"):  # its loss is not a point of the curve
+                if event.get("skipped"):  # leave its loss out of the curve
                     follows["loss"] = None
                 self.steps.append(Step(*(finite({**event, **follows}.get(c)) for c in COLUMNS)))
             case {"kind": "outer_step"}:
@@ -179,7 +179,7 @@ class NeuronState:
     # --- for the page -----------------------------------------------------------------------------
 
     def shown(self) -> dict[str, Any]:
-        """Return what a dashboard shows of the past, as values that JSON can hold."""
+        """Return what a dashboard shows of the history, as values that JSON supports."""
         return {
             "name": self.name,
             "title": self.title,
@@ -198,13 +198,13 @@ class NeuronState:
 
     @property
     def title(self) -> str:
-        """The name in the settings of its last start."""
+        """The name in the settings of the neuron's last start."""
         return read_settings(self.folder).get("neuron.name") or self.name
 
     def tokens_a_day(self, now: float) -> float | None:
-        """Return the tokens of the last day; for a younger run, extrapolate from its pace.
+        """Return the tokens of the last day; for a shorter run, extrapolate from its pace.
 
-        Pauses count: rounds, restarts, a miner that stands still.
+        Pauses are included: rounds, restarts, a miner that hangs.
         """
         tokens, first = 0.0, now
         for step in reversed(self.steps):
@@ -217,12 +217,13 @@ class NeuronState:
         return tokens * _DAY / (now - first) if tokens and now - first >= _SHORTEST else None
 
     def counts(self) -> dict[str, Any]:
-        """Return uploads that succeeded and failed, rounds taken and missed, by day or hour.
+        """Count successful and failed uploads, and rounds taken and missed, by day or hour.
 
-        ``rows`` begin with the Unix time at which the day or hour, of ``seconds``, begins.
+        Each of the ``rows`` begins with the Unix time at which its day or hour begins; ``seconds``
+        is the length of that period.
         """
         found = [
-            (event, column + (not took_part(event)))  # an upload's event has no fate
+            (event, column + (not took_part(event)))  # the event of an upload has no fate
             for kind, column in (("publication", 1), ("round", 3))
             for event in self.tables[kind]
             if finite(event.get("time")) is not None and event.get("fate") != TOO_EARLY
@@ -238,7 +239,7 @@ class NeuronState:
 
 
 def thinned(rows: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
-    """Return at most ``_POINTS`` rows: means where they make sense, else each bucket's last."""
+    """Return at most ``_POINTS`` rows: each bucket's mean if meaningful, else its last value."""
     size = max(1, math.ceil(len(rows) / _POINTS))
     thin = []
     for start in range(0, len(rows), size):
@@ -253,5 +254,5 @@ def thinned(rows: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
 
 
 def took_part(event: Mapping[str, Any]) -> bool:
-    """Return whether a round's update holds this miner's share of its outer step."""
+    """Return whether a round's update contains this miner's contribution."""
     return bool(event.get("ok")) and event.get("fate") in (None, "", MERGED)

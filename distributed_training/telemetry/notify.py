@@ -1,12 +1,13 @@
-"""Notify the operator by messages to a webhook.
+"""Notify the operator with messages to a webhook.
 
-The launcher has a :class:`Notifier` if there is a webhook, since it lives while nothing trains.
-A thread of its own looks at the run folder every 15 s (:func:`~.run_state.observe`), asks the one
-judge, and sends. Only an end of the miner that nobody asked for waits for it, for a few seconds.
+The launcher has a :class:`Notifier` if there is a webhook, since it runs even while nothing trains.
+A separate thread checks the run folder every 15 s (:func:`~.run_state.observe`), gets the verdict
+from :func:`~.verdict.judge`, and sends messages. Only an unexpected end of the miner waits a few
+seconds for this thread.
 
-A *trouble* is reported once when it has lasted, and once when it is over. A message that the link
-held up is sent later, as one message if the trouble is over by then. ``notify.json`` in the run
-folder has the reported troubles, so that a start repeats nothing.
+A *trouble* is reported once when it has lasted long enough, and once when it is over. A message
+that could not be sent is sent later, or combined into one if the trouble is over by then.
+``notify.json`` in the run folder lists the reported troubles, so that a start repeats nothing.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ NOTIFY_FILE = "notify.json"  # in the run folder
 _LOOK_EVERY = 15.0  # seconds
 _LAST_WORDS = 6.0  # seconds that the end of a miner waits for its message
 _MOST_A_DAY, _DAY = 10, 86400.0  # messages; seconds
-# Parts of the disk: a trouble begins below the first and is over above the second.
+# Free fractions of the disk: a trouble begins below the first and is over above the second.
 _LOW, _ENOUGH = 0.1, 0.12
-# A service that takes a message and does not say so gets it again after each of these waits.
+# If a service accepts a message but does not confirm it, it gets it again after such a wait.
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=30), timedelta(minutes=30)
 
-#: Trouble -> its title, and the seconds for which it lasts before it is reported. The rows of
-#: :data:`~.verdict.TABLE` name it.
+#: Trouble -> its title, and how many seconds it must last before it is reported. The rows of
+#: :data:`~.verdict.TABLE` name the troubles.
 TROUBLES = {
     "start": ("Cannot start", 60.0),
     "stop": ("Stopped, and nobody asked for it", 60.0),
@@ -60,7 +61,7 @@ TROUBLES = {
 
 @dataclass
 class Trouble:
-    """A fault of the miner. ``told``: it was reported. ``ended``: None while it lasts."""
+    """A fault of the miner. ``told``: whether it was reported. ``ended``: None while it lasts."""
 
     since: float
     text: str
@@ -72,8 +73,8 @@ class Trouble:
 class Book:
     """The content of ``notify.json``: the reported troubles. Times are Unix seconds.
 
-    ``sent``: messages of the UTC day number ``day``. ``crash``: time of the last crash that was
-    reported and is over.
+    ``sent``: the number of messages sent on ``day``, a UTC day number. ``crash``: the time of the
+    last crash that is over.
     """
 
     troubles: dict[str, Trouble] = field(default_factory=dict)
@@ -83,22 +84,22 @@ class Book:
 
 
 def deliver(url: SecretStr, title: str, text: str, *, bad: bool = False) -> None:
-    """Send a message, with no secret in it. Raises NotSent.
+    """Send a message with all secrets masked. Raises NotSent.
 
-    ``title``: whose miner; ``bad``: an operator should look.
+    ``title``: names the miner; ``bad``: whether an operator should look.
     """
     parts = urlsplit(url.get_secret_value())
-    # Mask the parts of the URL too, since a library may log it in another form. A part that is no
-    # host name is a token.
+    # Mask the parts of the URL too, since a library may log it in another form. If the part before
+    # the path is not a host name, it is a token.
     for part in (url, parts.path, parts.query, "" if "." in parts.netloc else parts.netloc):
         register_secret(part)
     send(url, title, mask(text), bad=bad)
 
 
 class Notifier:
-    """Report troubles of the miner of ``folder``, called ``name``.
+    """Reports troubles of the miner ``name`` in ``folder``.
 
-    ``url``: the webhook. ``file``: the launcher's state, which is known even if the folder is not.
+    ``url``: the webhook. ``file``: the launcher's state, which is known even without the folder.
     """
 
     def __init__(self, folder: Path, name: str, url: SecretStr, file: LauncherFile) -> None:
@@ -109,10 +110,10 @@ class Notifier:
         self._loaded = False
         self._saved = ""
         self._backoff = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT)
-        # Time of the last failed try, and the pause after it.
+        # Time of the last failed attempt, and the pause after it.
         self._failed_at, self._pause = 0.0, 0.0
-        self._present: set[str] = set()  # troubles that were found at the last look
-        self._crash_at = Crash(), 0.0  # and when it was, by the clock as it is set now
+        self._present: set[str] = set()  # troubles that the last check found
+        self._crash_at = Crash(), 0.0  # the last crash, and its time by the clock as set now
         self._failures = Repeats(3600.0)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="notify", daemon=True)
@@ -122,7 +123,7 @@ class Notifier:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the thread; wait for the last message if nobody asked for this end."""
+        """End the thread. Wait for the last message, unless a signal stopped the launcher."""
         self._over.set()
         if self._ended_by_itself():
             self._thread.join(_LAST_WORDS)
@@ -136,7 +137,7 @@ class Notifier:
     def _look_once(self) -> None:
         try:
             self.look(time.time())
-        except Exception:  # a message is never worth the launcher's thread
+        except Exception:  # a failed message must not end this thread
             if (again := self._failures("look")) is not None:
                 log.warning(
                     "The state of this miner was not sent to the webhook%s", again, exc_info=True
@@ -147,8 +148,8 @@ class Notifier:
         return state.state == LauncherState.STOPPED and not state.stopped_by.startswith("signal")
 
     def look(self, now: float) -> None:
-        """Look at the run folder, and send the messages that are due. ``now``: Unix seconds."""
-        # Another launcher of the folder has its own notifier.
+        """Check the run folder and send the messages that are due. ``now``: Unix seconds."""
+        # Another launcher in the same folder has its own notifier.
         ours = self._folder.is_dir() and not self._file.taken()
         if ours and not self._loaded:
             self._load(now)
@@ -168,7 +169,7 @@ class Notifier:
     def _find(
         self, facts: Facts, judgement: Judgement, now: float
     ) -> Iterator[tuple[str, str | None]]:
-        """Yield each trouble with its text: empty if there is none, None if that is not known."""
+        """Yield each trouble with its text: empty if it is absent, None if that is not known."""
         ended, state = self._ended_by_itself(), self._file.state
         finished = ended and state.stopped_by == FINISHED
         yield "finished", state.text or "the network has ended" if finished else ""
@@ -179,8 +180,8 @@ class Notifier:
             if judgement.alert == name:
                 head = f"{judgement.verdict}: " if name == "counts" else ""
                 text = f"{head}{judgement.words}"
-            # A trouble that was reported ends only when its rows were asked again. One that was not
-            # reported yet lasts through another trouble, but not through a restart.
+            # A reported trouble ends only after its rows were checked again. A trouble that was not
+            # reported yet survives another trouble, but not a restart.
             runs = state.state == LauncherState.RUNNING
             unsure = known is not None and (known.told or runs) and hides(judgement, name)
             yield name, None if unsure and not text else text
@@ -192,11 +193,11 @@ class Notifier:
             yield "disk", low if full else ""
 
     def _crash(self, facts: Facts, now: float) -> str:
-        """Return why inner steps have ended; empty while there are some."""
+        """Return why inner steps have stopped; empty while there are inner steps."""
         crash, troubles = self._file.state.last_crash, self._book.troubles
         if crash.at in (0.0, self._book.crash):
             return ""
-        # After a clock was set back, the crash is in the future, and each step before it.
+        # If the clock was set back, the crash is in the future, and every step comes before it.
         seen, at = self._crash_at
         at = min(at if seen == crash else crash.at, now)
         self._crash_at = crash, at
@@ -205,7 +206,7 @@ class Notifier:
         if facts.step is None or not at < facts.step.at <= now:
             return text
         self._book.crash = crash.at
-        known.ended = facts.step.at  # it trains again, maybe for some seconds already
+        known.ended = facts.step.at  # it trains again, perhaps since some seconds ago
         return ""
 
     def _note(self, found: dict[str, str | None], now: float) -> None:
@@ -217,12 +218,12 @@ class Notifier:
                 troubles.setdefault(name, Trouble(now, text))
             if (known := troubles.get(name)) is None:
                 continue
-            known.since = min(known.since, now)  # a clock was set back
+            known.since = min(known.since, now)  # in case the clock was set back
             if text:
                 known.text, known.ended = text, None
             elif text == "":
                 known.ended = max(known.ended or now, known.since)
-                # A crash that healed itself is reported all the same, once.
+                # A crash after which the miner recovered on its own is still reported, once.
                 lasted = name == "stop" or known.ended - known.since >= TROUBLES[name][1]
                 if name == "finished" or not (known.told or lasted):
                     del troubles[name]
@@ -246,14 +247,14 @@ class Notifier:
         book, day = self._book, int(now // _DAY)
         if day != book.day:
             book.day, book.sent = day, 0
-        if 0 <= now - self._failed_at < self._pause:  # a clock that was set back ends it
+        if 0 <= now - self._failed_at < self._pause:  # below 0 if the clock was set back
             return
         for name, text in [*self._due(now)]:
             over = book.troubles[name].ended is not None
             if book.sent >= _MOST_A_DAY:
                 return
             if book.sent == _MOST_A_DAY - 1:
-                text += " (the tenth message today: no more before 00:00 UTC; dt-status tells)"
+                text += " (the tenth message today: no more before 00:00 UTC; see dt-status)"
             try:
                 deliver(self._url, self._title, text, bad=not over)
             except NotSent as error:
@@ -281,13 +282,13 @@ class Notifier:
         kept = read_state(self._folder / NOTIFY_FILE, Book, lost=lost)
         self._loaded, early = True, self._book.troubles
         if kept is None:
-            # A crash before the first start with a webhook is not reported.
+            # A crash that came before the first start with a webhook is not reported.
             self._book.crash = self._file.state.last_crash.at
             return
         self._book = kept
         known = {name: each for name, each in kept.troubles.items() if name in TROUBLES}
         for name, trouble in known.items():
-            # A trouble lasts while the miner runs; a stop lasts until the next inner step.
+            # Count a trouble only while the miner runs; a stop lasts until the next inner step.
             if name != "stop" and not trouble.told and trouble.ended is None:
                 trouble.since = now
         self._book.troubles = early | known

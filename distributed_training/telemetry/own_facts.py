@@ -1,9 +1,9 @@
 """Keep the facts of a running miner, and report the verdict on it.
 
 Rank 0 has an :class:`OwnFacts`. All events pass through it into ``events.jsonl``, and it folds each
-into its facts. At each look it adds what it measures and writes ``facts.json``, from which others
-make the same verdict. It logs a line that begins with ``Verdict:`` when the verdict changes and
-once an hour, and writes an event.
+event into its facts. At each check it adds what it measures and writes ``facts.json``, from which
+others reach the same verdict. When the verdict changes, and once an hour, it logs a line that
+begins with ``Verdict:``; it also writes events.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from distributed_training.telemetry.verdict import Judgement, Verdict, judge
 
 log = logging.getLogger(__name__)
 
-# Seconds between two looks, at which the metrics file is written, and between two events and two
-# log lines while the verdict stays.
+# Seconds between two checks, and, while the verdict stays the same, between two events and between
+# two log lines.
 _LOOK_EVERY, _RECORD_EVERY, _LOG_EVERY = 15.0, 300.0, 3600.0
-_LOOKS = 20  # looks in a round period, at least
+_LOOKS = 20  # minimum number of checks in a round period
 
 
 class OwnFacts:
     """The facts of one miner, and the verdict on it.
 
-    ``rules``: facts of the settings and the network's file. ``measured``: what it sees of its
-    network, by the name of the fact, asked at each look. ``write``: writes an event. ``needed``:
-    bytes of disk for an upload, a checkpoint and what stays free. ``folder``: the run folder, in
-    which an earlier process left what became of its uploads.
+    ``rules``: facts from the settings and the network's file. ``measured``: returns what the miner
+    sees of its network, by the name of the fact; it is called at each check. ``write``: writes an
+    event. ``needed``: bytes of disk for an upload, a checkpoint and the reserve. ``folder``: the
+    run folder, in which an earlier process left the outcome of its uploads.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class OwnFacts:
     ) -> None:
         self._measured, self._write = measured, write
         self._folder, self._needed, self._clocks = folder, needed, clocks
-        # All moments of this class are of the steady clock, since the other one may be set.
+        # All times in this class are from the steady clock, since the other clock may be set.
         now, known = clocks.steady(), Facts.read(folder).moved(-self._ahead())
         self._facts = replace(
             rules,
@@ -75,11 +75,11 @@ class OwnFacts:
         self._judgement = Judgement(Verdict.UNKNOWN, "")
 
     def _ahead(self) -> float:
-        """Return the Unix time minus the steady one."""
+        """Return the Unix time minus the steady clock's time."""
         return self._clocks.unix() - self._clocks.steady()
 
     def record(self, kind: str, **fields: Any) -> None:
-        """Write an event, and note what follows from it."""
+        """Write an event, and update the facts with it."""
         self._facts = fold(self._facts, {"kind": kind, **fields}, self._clocks.steady())
         self._write(kind, **fields)
 
@@ -102,7 +102,7 @@ class OwnFacts:
         silent, other = known.silent, known.other_version
         if measured.get("store_silent_since") is not None:
             silent = silent or "store"
-        elif other is not None:  # the next look at the store would have changed it
+        elif other is not None:  # the store answers, so any change would have been noticed
             other = Fact(other.value, now)
         if at is None or now + ahead - at > OFFLINE_AFTER:
             silent = silent or ("chain" if known.pays else "registry")
@@ -113,7 +113,7 @@ class OwnFacts:
         return replace(self._facts.moved(ahead), looked=now + ahead, disk=disk, **measured)
 
     def look(self) -> None:
-        """Report the verdict, if it is time."""
+        """Report the verdict if a report is due."""
         if not self._look():
             return
         facts = self.gather()
@@ -136,6 +136,6 @@ class OwnFacts:
         return ": ".join(filter(None, (self._judgement.verdict, self._judgement.words)))
 
     def counts(self) -> float | None:
-        """Return 1.0 if the last upload that was judged counts, 0.0 if not; None: unknown."""
+        """Return 1.0 if the last judged upload counts, 0.0 if it does not; None if not known."""
         known = self._judgement.counts
         return None if known is None else float(known)

@@ -1,11 +1,11 @@
-"""Observe a miner by its run folder, even while no miner runs there.
+"""Observe a miner through its run folder, even while no miner runs there.
 
     launcher.json   from the launcher: starting, running, refused, stopping or stopped, and why
     stage.json      from rank 0: the stage of its start
-    facts.json      from rank 0 every 15 s: facts on itself and its network (facts.py)
+    facts.json      from rank 0 every 15 s: facts about itself and its network (facts.py)
 
 The dashboard, ``dt-status``, the webhook and the doctor call :func:`observe`, which adds its
-own observations: whether the processes live, and the room on the disk. So all of them agree.
+own observations: whether the processes are alive, and the free disk space. So all of them agree.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ LAUNCHER_FILE, STAGE_FILE, LOCK_FILE = "launcher.json", "stage.json", "launcher.
 _SIGNS = (LAUNCHER_FILE, FACTS_FILE, "instance.json", "events.jsonl", "config.txt")
 STAGES = 5  # stages of a start
 # What stopped a launcher:
-FAILURES = "failures"  # the launcher gave up its ranks, and pm2 starts another launcher
-# Bytes of a state file, whose blocks stay reserved so that a full disk takes the next content.
+FAILURES = "failures"  # the launcher gave up on its ranks, and pm2 starts another launcher
+# Bytes in a state file; its blocks stay reserved, so it can be rewritten on a full disk.
 _BYTES = 4096
-_LONGEST = 600  # characters of a text in such a file
-_SILENT_SECONDS = 6.0  # without a sign of life, if the process cannot be seen
+_LONGEST = 600  # the most characters of a text in such a file
+_SILENT_SECONDS = 6.0  # without a sign of life, after which a process that is not visible is gone
 _CLOCK_STEP = 60.0  # seconds by which the clock may have been set since a process began
 
 _unwritten = Repeats(600.0)
@@ -60,9 +60,9 @@ _unwritten = Repeats(600.0)
 class LauncherState(StrEnum):
     """The states of a launcher."""
 
-    STARTING = "starting"  # the launcher checks, or its ranks come up
+    STARTING = "starting"  # the launcher runs its checks, or its ranks are starting
     RUNNING = "running"  # its ranks train
-    REFUSED = "refused"  # something outside refuses, and the launcher waits for the next try
+    REFUSED = "refused"  # something external refuses, and the launcher waits for its next attempt
     STOPPING = "stopping"
     STOPPED = "stopped"
 
@@ -73,13 +73,13 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def read_launcher(folder: Path) -> Launch | None:
-    """Return the launcher's last state with rank 0's stage in it; None if neither wrote."""
+    """Return the launcher's last state, with rank 0's stage; None if neither has written any."""
     found, stage = (read_json_object(folder / name) for name in (LAUNCHER_FILE, STAGE_FILE))
     if found is None and stage is None:
         return None
     # Under torchrun there is no launcher.
     launcher = parse(Launch, found or {"state": LauncherState.STARTING})
-    # The launcher rewrites it before its ranks begin, so the file is of this start.
+    # The launcher rewrites the stage file before its ranks begin, so it belongs to this start.
     if stage is None or launcher.state != LauncherState.STARTING:
         return launcher
     there = parse(Launch, {"stage_at": stage.get("at"), **stage})
@@ -91,10 +91,10 @@ def read_launcher(folder: Path) -> Launch | None:
 
 
 class LauncherFile:
-    """Write ``launcher.json`` for the launcher, and record the outcome of a start as events.
+    """Writes ``launcher.json`` for the launcher, and records the outcome of a start as events.
 
-    Nothing is written if ``folder`` is not there (its disk is not mounted), or while another
-    launcher has the lock of the folder; ``owned``: we have it.
+    Nothing is written if ``folder`` does not exist (its disk is not mounted), or while another
+    launcher holds the lock of the folder; ``owned``: whether we hold it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -108,12 +108,12 @@ class LauncherFile:
             self.crashed(before.text or f"the launcher (pid {before.pid}) was killed")
 
     def crashed(self, text: str) -> None:
-        """Take note of a crash, after which ranks start again."""
+        """Record a crash, after which the ranks are restarted."""
         crash = Crash(time.time(), _clip(text))
         self.state = replace(self.state, restarts=self.state.restarts + 1, last_crash=crash)
 
     def enter(self, state: LauncherState, **more: Any) -> None:
-        """Write that ``state`` holds from now on. ``more``: fields of :class:`Launch` with it."""
+        """Write that ``state`` begins now. ``more``: other fields of :class:`Launch`."""
         kept = self.state
         self.state = Launch(
             state=state.value,
@@ -126,20 +126,20 @@ class LauncherFile:
         if not self._folder.is_dir() or self.taken():
             return
         if state is LauncherState.STARTING:
-            # Do not remove the file, since on a full disk rank 0 could not say that its start is
-            # complete.
+            # Do not remove the stage file, or on a full disk rank 0 could not report that its start
+            # is complete.
             _write_stage(self._folder, "the ranks are being started")
         _write(self._folder / LAUNCHER_FILE, asdict(self.state))
         if state is LauncherState.REFUSED:
             _append(self._folder, "refused", **more)
 
     def refused(self, text: str, *, attempt: int, wait: float) -> None:
-        """Write that the outside refused this attempt, and when the next one follows."""
+        """Write that something external refused this attempt, and when the next one follows."""
         again = time.time() + wait
         self.enter(LauncherState.REFUSED, text=_clip(text), attempt=attempt, next_try_at=again)
 
     def start(self) -> None:
-        """Write that ranks come up; an attempt that was refused before stays named."""
+        """Write that the ranks are starting; keep the text of an earlier refused attempt."""
         kept = self.state
         self.enter(LauncherState.STARTING, text=kept.text, attempt=kept.attempt)
 
@@ -147,7 +147,7 @@ class LauncherFile:
         self.enter(LauncherState.STOPPED, stopped_by=by, text=_clip(text))
 
     def taken(self) -> bool:
-        """Return whether another launcher runs in the folder."""
+        """Return whether another launcher is running in the folder."""
         if self.owned:
             return False
         try:
@@ -169,10 +169,10 @@ def report_stage(
     total: int = 0,
     eta: float | None = None,
 ) -> None:
-    """Report that a start is in stage ``number`` of :data:`STAGES`: to the log, as file and event.
+    """Report that a start is in stage ``number`` of :data:`STAGES`: in the log, file and events.
 
-    The launcher and rank 0 call it, one after the other. ``done`` of ``total`` bytes are there and
-    the rest takes ``eta`` seconds; the transfer logs that itself.
+    First the launcher calls this, then rank 0. ``done`` of ``total`` bytes have been transferred
+    and the rest takes ``eta`` seconds; with an ``eta`` nothing is logged, as the transfer logs it.
     """
     if total:
         stage += f", {done / 1e9:.1f} of {total / 1e9:.1f} GB"
@@ -183,7 +183,7 @@ def report_stage(
 
 
 def report_running(folder: Path) -> None:
-    """Report, by rank 0, that its start is complete."""
+    """Report that rank 0's start is complete."""
     _write_stage(folder, "")
 
 
@@ -192,14 +192,14 @@ def _write_stage(folder: Path, stage: str, eta: float | None = None) -> None:
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace the file at ``path``; on a full disk in its own place."""
+    """Replace the file at ``path``; if the disk is full, overwrite it in place."""
     data = json.dumps(content).encode().ljust(_BYTES)
     try:
         write_bytes(path, data, durable=False)
     except OSError as error:
         if is_full(error) and len(data) <= _BYTES:
-            # Write in place, since the blocks are reserved. A reader that comes in between sees a
-            # damaged file.
+            # Overwrite the file in place, since its blocks are reserved. A concurrent reader may
+            # see a damaged file.
             with contextlib.suppress(OSError), path.open("r+b") as file:
                 file.write(data)
                 file.truncate()  # the old text may have been longer
@@ -214,27 +214,27 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _append(folder: Path, kind: str, **fields: Any) -> None:
-    with contextlib.suppress(OSError):  # on a full disk the state file says it in its place
+    with contextlib.suppress(OSError):  # on a full disk the state file has to suffice
         _events(folder).write(kind, **fields)
 
 
 @functools.cache
 def _events(folder: Path) -> EventLog:
-    # Create one log for the life of a process, so that it warns of a failing disk once.
+    # Create only one log per process, so that it warns only once about a failing disk.
     return EventLog(folder / "events.jsonl")
 
 
 def observe(folder: Path, now: float) -> Facts:
-    """Return the facts about the miner of ``folder``: its own, and those observed from outside.
+    """Return the facts about the miner in ``folder``: its own, and those observed from outside.
 
-    ``now``: Unix seconds. Nothing is raised for a folder that is missing or cannot be read: then
-    little is known.
+    ``now``: Unix seconds. A folder that is missing or cannot be read raises nothing: its facts are
+    just mostly unknown.
     """
     facts, launch, life = Facts.read(folder), read_launcher(folder), find_life(folder)
     gone = bool(life["gone"])
     if launch is not None:
-        # A launcher that waits for its next try may be in a container, whose pids this process
-        # cannot see.
+        # A launcher that waits for its next attempt may be in a container, where this process
+        # cannot see its pids.
         waits = launch.state == LauncherState.REFUSED and now < (launch.next_try_at or 0) + 60
         gone = gone and not waits
         if gone and launch.state != LauncherState.STOPPED:
@@ -251,9 +251,9 @@ def observe(folder: Path, now: float) -> Facts:
 def find_life(folder: Path) -> dict[str, Any]:
     """Return when the neuron last wrote anything, and whether it is gone.
 
-    ``gone``: launcher and ranks named in the run folder do not run on this machine, and nothing
-    was written for some seconds (they may run where this process cannot see them: in another
-    container). A neuron without such files, a validator, is never called gone.
+    ``gone``: the launcher and the ranks named in the run folder do not run on this machine, and
+    nothing was written for some seconds (they may run in another container, where this process
+    cannot see them). A neuron without such files, such as a validator, never counts as gone.
     """
     launcher = ("instance.json", "launcher.json")
     named = [folder / name for name in launcher]
@@ -265,7 +265,7 @@ def find_life(folder: Path) -> dict[str, Any]:
         with contextlib.suppress(OSError):
             signs.append(path.stat().st_mtime)
     last = max(signs, default=None)
-    # A clock that was set back makes the last sign one of the future: not silent then.
+    # If the clock was set back, the last sign is in the future and the neuron counts as alive.
     silent = last is not None and time.time() - last > _SILENT_SECONDS
     gone = silent and any(path.exists() for path in named)
     for path in named if gone else ():

@@ -2,10 +2,10 @@
 
     python -m distributed_training.telemetry.trackers FD     started by :func:`open_trackers`
 
-A process of its own reads the file. So a library that hangs, prints or fails costs training
-nothing, and it finds none of the miner's secrets but its own key. Sent are the figures and the
-miner's name: no console, code, git state, host or arguments. The axis is the inner steps since the
-first outer step.
+A separate process reads the file. So a library that hangs, prints or fails does not affect
+training, and it has access to none of the miner's secrets except its own key. Only the figures and
+the miner's name are sent: no console output, code, git state, host name or arguments. The x axis is
+the number of inner steps since the first outer step.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ _CLOSE_SECONDS = 5.0  # seconds for the last figures at a stop
 _SERVER_SECONDS = 30.0  # seconds that W&B's server may take to answer at the start
 _HISTORY_BYTES = 8 * 2**20
 
-# torchtitan's names where they mean the same as ours, and the factor of our figure. Our own names
-# stay where torchtitan counts a single device, throughput(tps), or its allocator, memory/*.
+# torchtitan's names for figures that mean the same as ours, with the factor for our figure. Our own
+# names stay if torchtitan's figure is of a single device, throughput(tps), or of its allocator,
+# memory/*.
 _TORCHTITAN: Mapping[str, tuple[str, float]] = {
     "loss": ("loss_metrics/global_avg_loss", 1),
     "mfu": ("mfu(%)", 100),
@@ -57,9 +58,9 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def open_trackers(settings: TelemetrySettings, folder: Path, *, name: str) -> Iterator[None]:
-    """Run the process that shows the run of ``folder``, if the settings name a tracker.
+    """Run the process that shows the run in ``folder``, if the settings name a tracker.
 
-    Its end waits some seconds for the last figures.
+    On exit it waits some seconds for the last figures to be written.
     """
     if settings.tensorboard_dir is None and settings.wandb == "off":
         yield
@@ -84,7 +85,7 @@ def open_trackers(settings: TelemetrySettings, folder: Path, *, name: str) -> It
 
 
 def figures(event: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of an event by the names under which they are drawn."""
+    """Return the figures of an event, keyed by the names under which they are drawn."""
     if event["kind"] == "export":
         known = {f"evaluation/{name}": finite(value) for name, value in event["results"].items()}
         return {name: value for name, value in known.items() if value is not None}
@@ -101,9 +102,9 @@ def figures(event: Mapping[str, Any]) -> dict[str, float]:
 
 
 def gauges(folder: Path) -> dict[str, float]:
-    """Return the present figures of ``metrics.prom`` that no step has, those of plug-ins too.
+    """Return the current figures in ``metrics.prom`` that steps lack, including those of plug-ins.
 
-    Moments are left out: the numbers of a graph are too coarse for them.
+    Timestamps are left out: the numbers in a graph are too coarse for them.
     """
     return {
         name.removeprefix("dt_").replace("_", "/", 1): value
@@ -125,8 +126,8 @@ def tensorboard(given: Mapping[str, Any]) -> Write:
 
     def write(step: int, figures: Mapping[str, float], at: float) -> bool:
         nonlocal reached
-        # A new file hides these and later steps of earlier files: those before a roll-back, and
-        # those of an earlier start that were in no checkpoint.
+        # A new file hides the same and later steps in earlier files: steps before a roll-back, and
+        # steps of an earlier start that no checkpoint contains.
         if step <= reached or not files:
             files[:] = [EventFileWriter(given["board"], flush_secs=15)]
             files[0].add_event(Event(step=step, file_version="brain.Event:2"))
@@ -142,7 +143,7 @@ def tensorboard(given: Mapping[str, Any]) -> Write:
 
 
 def wandb(given: Mapping[str, Any]) -> Write:
-    """Return a writer of a run of W&B; the runs of one miner are a group. Raises what W&B does."""
+    """Return a writer for a W&B run, in one group per miner. Raises what W&B raises."""
     import wandb as library
 
     logging.getLogger("wandb").setLevel(logging.CRITICAL)  # our own line below says what failed
@@ -163,7 +164,7 @@ def wandb(given: Mapping[str, Any]) -> Write:
     try:
         run = library.init(mode=given["wandb"], **options)
     except library.Error as error:
-        library.teardown()  # W&B's helper still holds the run that failed
+        library.teardown()  # W&B's helper process still has the failed run
         log.warning(
             "W&B: %s. The figures are kept in %s, `wandb sync` sends them: check WANDB_API_KEY in "
             ".env and the network",
@@ -186,7 +187,7 @@ def attempt(name: str, call: Callable[[], T]) -> T | None:
     except ImportError as error:
         why = f"shows nothing: {error.name} is missing. Training continues; "
         why += f"{install('wandb' if name == 'W&B' else 'tensorboard')}, then restart"
-    except Exception as error:  # noqa: BLE001 - whatever a foreign library raises
+    except Exception as error:  # noqa: BLE001 - a library may raise anything
         why = f"shows nothing from here on ({_first_line(error)}). Training continues; "
         why += "events.jsonl has the same figures"
     log.warning("%s %s", name, why)
@@ -194,7 +195,7 @@ def attempt(name: str, call: Callable[[], T]) -> T | None:
 
 
 def follow(given: Mapping[str, Any], over: threading.Event) -> None:
-    """Write the figures of this start's steps until ``over``, and those that are there then."""
+    """Write the figures of this start's steps until ``over`` is set and no event is left."""
     folder, writers = Path(given["folder"]), dict[str, Write]()
     makers = {"TensorBoard": tensorboard if given["board"] else None}
     makers["W&B"] = None if given["wandb"] == "off" else wandb
@@ -206,7 +207,7 @@ def follow(given: Mapping[str, Any], over: threading.Event) -> None:
     while True:
         rows = []
         for event in events:
-            # A line that is damaged, or of another version, is left out.
+            # A line that is damaged or from another version is skipped.
             with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
                 known = event["kind"] in ("step", "export") and not event.get("skipped")
                 if known and (at := float(event["time"])) >= given["began"]:
@@ -224,11 +225,11 @@ def follow(given: Mapping[str, Any], over: threading.Event) -> None:
 
 
 def main() -> None:
-    """Follow the run that the parent names, until it hangs up."""
-    # Ctrl-C reaches all processes of a terminal, but the parent ends this one by its message.
+    """Follow the run that the parent names, until the parent closes its socket."""
+    # Ctrl-C reaches all processes in a terminal, but the parent ends this one with a message.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(10)  # training goes first
-    parent = ParentConnection(plugins=False, ends=None)  # it writes the last figures first
+    parent = ParentConnection(plugins=False, ends=None)  # write the last figures before ending
     parent.forward_log()
     given, over = parent.receive(), threading.Event()
 

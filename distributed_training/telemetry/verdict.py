@@ -1,12 +1,12 @@
-"""Judge a miner in one verdict: does its work count, and what is in the way if it does not.
+"""Judge a miner in one verdict: does its work count, and if not, what prevents it.
 
-:data:`TABLE` is the only place that has words, sentences and remedies. Log, dashboard, metric,
-``dt-status``, doctor and webhook ask :func:`judge`, which is pure: from :class:`Facts` and the time
-to a :class:`Judgement`, that of the first row that holds.
+:data:`TABLE` is the only place that has the words, sentences and remedies. The log, the dashboard,
+the metric, ``dt-status``, the doctor and the webhook all call :func:`judge`. It is a pure function
+of :class:`Facts` and the time, and returns the :class:`Judgement` of the first row that applies.
 
-A fact counts only during its life, and anything that may have changed since then stays open: an
-upload counts, or does not, only where the validator's code must find the same. Limits are those of
-the network's file, never learned ones.
+A fact is used only during its lifetime, and anything that may have changed since then stays open:
+an upload is said to count, or not to count, only if the validator's code must find the same. All
+limits come from the network's file; none is learned.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from distributed_training.telemetry.facts import (
     Launch,
 )
 
-# --- lives, in seconds ----------------------------------------------------------------------------
+# --- lifetimes of facts, in seconds ---------------------------------------------------------------
 
-#: Seconds for which the miner's own facts hold; it writes them every 15 s, and between two
+#: How long the miner's own facts are valid; it writes them every 15 s, and between two
 #: micro-batches.
 LOOK_LIFE = 300.0
-# Seconds for the network's file, which is compared with ours at each look at the store.
+# For the network's file, which is compared with ours at each check of the store.
 ASKED_LIFE = 1200.0
-CHAIN_LIFE = 7200.0  # seconds for the figures that registry or chain have of this miner
-MACHINE_LIFE = 120.0  # seconds for disk and processes
-FATE_ROUNDS = 2  # round periods for what a manifest says of an upload
-_LATE_ROUNDS = 3  # round periods in which a newcomer's first upload may be on its way
-_CLOCK_STEP = 5.0  # a fact that lies further in the future was written by another clock
-# Seconds for a first step with its compilation; loading weights holds the loop too.
+CHAIN_LIFE = 7200.0  # for the figures that the registry or the chain has about this miner
+MACHINE_LIFE = 120.0  # for the disk and the processes
+FATE_ROUNDS = 2  # round periods for what a manifest says about an upload
+_LATE_ROUNDS = 3  # round periods that a newcomer's first upload may take
+_CLOCK_STEP = 5.0  # a fact that is further in the future was written by another clock
+# Limit for a first step, which includes compilation; loading weights blocks the loop too.
 _FIRST_STEP = 1800.0
 
-NOT_RUNNING, MUST_ACT = 3, 1  # exit statuses of dt-status; 3 as `systemctl status` has it
+NOT_RUNNING, MUST_ACT = 3, 1  # exit statuses of dt-status; 3 as in `systemctl status`
 _T = TypeVar("_T")
 
 
@@ -74,7 +74,7 @@ class Verdict(StrEnum):
 
 
 class Level(StrEnum):
-    """The colour of a verdict; with ``BAD`` an operator must act."""
+    """The colour of a verdict; ``BAD`` means that the operator must act."""
 
     GOOD, WAIT, BAD, IDLE = "good", "wait", "bad", "idle"  # green, orange, red, grey
 
@@ -86,10 +86,10 @@ class Judgement:
     Attributes:
         cause: One sentence.
         remedy: Empty, or one command or setting.
-        counts: Whether validators count the newest upload known to be complete; None: not known.
+        counts: Whether the newest upload that a manifest names counts; None: not known.
         status: The exit status of ``dt-status``.
-        alert: The trouble of :mod:`.notify` that it is; empty: none.
-        row: The number of its row. The rows after it were not asked.
+        alert: The trouble in :mod:`.notify` that this verdict reports; empty if there is none.
+        row: The number of its row in the table. Later rows were not checked.
     """
 
     verdict: Verdict
@@ -103,21 +103,21 @@ class Judgement:
 
     @property
     def bad(self) -> bool:
-        """Return whether an operator must act."""
+        """Return whether the operator must act."""
         return self.level is Level.BAD
 
     @property
     def words(self) -> str:
-        """Cause and remedy in one line."""
+        """The cause and the remedy in one line."""
         return f"{self.cause}; {self.remedy}" if self.remedy else self.cause
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: where ``holds``, the verdict is ``word``.
+    """A row of the table: if ``holds`` is true, the verdict is ``word``.
 
-    ``cause`` and ``remedy`` are templates over a :class:`_Seen`. A red row whose remedy comes out
-    empty is orange: there is nothing to do.
+    ``cause`` and ``remedy`` are templates that are filled from a :class:`_Seen`. A red row whose
+    remedy turns out empty becomes orange: there is nothing to do.
     """
 
     word: Verdict
@@ -129,7 +129,7 @@ class Row:
 
 
 def judge(facts: Facts, now: float) -> Judgement:
-    """Return the verdict at ``now``, in Unix seconds: the first thing in the way decides."""
+    """Return the verdict at ``now``, in Unix seconds: the first row that applies decides."""
     seen = _Seen(facts, now)
     number, row = next((n, row) for n, row in enumerate(TABLE) if row.holds(seen))
     cause, remedy = (text.format(s=seen) for text in (row.cause, row.remedy))
@@ -144,7 +144,7 @@ def judge(facts: Facts, now: float) -> Judgement:
 
 
 def hides(judgement: Judgement, alert: str) -> bool:
-    """Return whether rows of this trouble were not asked, so that it may last."""
+    """Return whether some rows of this trouble were not checked, so that it may still exist."""
     return any(row.alert == alert for row in TABLE[judgement.row + 1 :])
 
 
@@ -155,8 +155,8 @@ _TELL = f"tell the founder, unless it is known; {_CONTINUES}"
 _TEACH = "read some of the text that this miner trains on: it may be damaged, or unlike the "
 _TEACH += "network's; if this comes twice, ask the founder"
 _AGAIN = "if this comes twice, ask the founder"
-#: Beginning of the cause for which an upload does not count -> what the operator does about it. It
-#: is empty if the upload's content goes into the next one.
+#: Start of the cause for which an upload does not count -> what the operator should do. The remedy
+#: is empty if the upload's content goes into the next upload.
 REMEDIES: Mapping[str, str] = {
     # --- the validator's causes
     "worse": _TEACH,
@@ -169,7 +169,7 @@ REMEDIES: Mapping[str, str] = {
     "machine's memory and disk",
     "not-judged": "",
     "not judged": "",
-    # --- of the network
+    # --- the network's causes
     "void": "",
     "the network went back": "",
     # --- nothing was sent
@@ -183,7 +183,7 @@ REMEDIES: Mapping[str, str] = {
 }
 _CLOSED = "connection refused"
 _REFUSES = re.compile(r"the store refused this|does not accept|expelled|not registered")
-#: How a remedy begins, after the last colon of a line with cause, consequence and remedy.
+#: How a remedy begins, after the last colon in a line with a cause, a consequence and a remedy.
 _REMEDY = re.compile(
     r"(ask|btcli|check|copy|correct|create|free|get|give|install|leave|lower|mkdir|mount|move|name|"
     r"put|raise|register|restart|run|save|see|set|start|stop|update|use|wait|write)\b"
@@ -191,13 +191,13 @@ _REMEDY = re.compile(
 
 
 def split(text: str) -> tuple[str, str]:
-    """Return a line's cause and its remedy, which may be empty."""
+    """Return the cause and the remedy in a line; the remedy may be empty."""
     cause, _, remedy = text.rpartition(": ")
     return (cause, remedy) if cause and _REMEDY.match(remedy) else (text, "")
 
 
 def remedy_of(cause: str) -> str:
-    """Return what an operator does about an upload that does not count, or was not sent."""
+    """Return what the operator should do about an upload that does not count or was not sent."""
     own = split(cause)[1]
     found = next((name for name in REMEDIES if cause.startswith(name)), "")
     if found == "not sent" and _CLOSED in cause:
@@ -211,7 +211,7 @@ def remedy_of(cause: str) -> str:
 
 
 class _Seconds(float):
-    """A span of time, which a template shows in words."""
+    """A period of time, which a template shows in words."""
 
     def __format__(self, spec: str) -> str:
         return span(self)
@@ -222,7 +222,7 @@ def _because(text: str) -> str:
 
 
 class _Seen:
-    """The facts as the table asks for them: those that still hold at ``now``, and their words."""
+    """The facts in the form that the table uses: those still valid at ``now``, with their words."""
 
     def __init__(self, facts: Facts, now: float) -> None:
         self.facts, self.now, looked = facts, now, facts.looked
@@ -234,10 +234,10 @@ class _Seen:
         self.disk = self._value(facts.disk, MACHINE_LIFE) or Disk(0.0, 0.0)
         self.registered = self._value(facts.registered, CHAIN_LIFE)
         self.incentive = self._value(facts.incentive, CHAIN_LIFE) if facts.pays else None
-        self.quiet = self._since(looked)  # the miner has written no facts
+        self.quiet = self._since(looked)  # how long the miner has written no facts
         self.behind = self._since(facts.behind_since)
-        # Silences of registry and store until the miner's last look, since later answers are not
-        # written yet.
+        # How long the registry and the store had been silent at the miner's last check, since later
+        # answers have not been written yet.
         silent = facts.store_silent_since
         known = looked is not None and facts.chain_at is not None
         self.chain_away = (looked or 0.0) - (facts.chain_at or 0.0) if known else 0.0
@@ -252,7 +252,7 @@ class _Seen:
         self._see_uploads()
 
     def _value(self, fact: Fact[_T] | None, life: float) -> _T | None:
-        """Return a fact's value, or None if it is older than its life, or of the future."""
+        """Return a fact's value, or None if it is older than ``life`` or from the future."""
         if fact is None or not -_CLOCK_STEP <= self.now - fact.at <= life:
             return None
         return fact.value
@@ -261,7 +261,7 @@ class _Seen:
         return _Seconds(0.0 if at is None else self.now - at)
 
     def _see_process(self, launch: Launch) -> None:
-        """Note how a start, or an end, went, and the room on the disk."""
+        """Note how a start or an end went, and the free disk space."""
         ends = {"stopping": "it is stopping", "stopped": "it was stopped"}.get(self.state)
         how = ": ".join(filter(None, (launch.stopped_by, launch.text)))
         self.ended = f"{ends}{_because(how)}" if ends else ""
@@ -283,25 +283,25 @@ class _Seen:
         self.room = f"{free:.1f} GB are free; upload, checkpoint and reserve take {needed:.1f} GB"
 
     def _see_steps(self) -> None:
-        """Note how long there was no inner step, and how long a step may take."""
+        """Note how long there has been no inner step, and how long a step may take."""
         facts, step = self.facts, self.facts.step
         self.trains = facts.mode in ("starting", "training")
         self.has_trained = self.trains and step is not None
         began = (facts.started, facts.mode_since, None if step is None else step.at)
-        # Rounds and loads hold the loop, so the time after them counts from there.
+        # Rounds and loading weights block the loop, so count from their end.
         self.still = self._since(max((at for at in began if at is not None), default=None))
         usual = facts.step_seconds or 0.0
         self.step_limit = _FIRST_STEP if step is None else max(120.0, 5 * usual)
 
     def _see_network(self) -> None:
-        """Note what the link, registry, store and the network's file say."""
+        """Note the state of the link, the registry, the store and the network's file."""
         facts = self.facts
-        # Their machine answers that nothing listens there.
+        # The machine of registry and store answers, but nothing listens there.
         refused = _CLOSED in facts.chain_trouble + facts.store_trouble
         self.their_fault = refused and not facts.pays
         self.chain_silence = span(self.quiet + self.chain_away) + _because(facts.chain_trouble)
         self.store_silence = span(self.quiet + self.store_away) + _because(facts.store_trouble)
-        passed = facts.missed_until(self.now)  # those of which the miner has not heard too
+        passed = facts.missed_until(self.now)  # including those the miner does not know of
         closes = counted(passed, "close has", "closes have")
         self.unused = f"{closes} passed without an upload of this miner"
         if not passed:
@@ -311,15 +311,15 @@ class _Seen:
         self.version_remedy = remedy or "ask the founder which one holds"
 
     def _see_uploads(self) -> None:
-        """Note what became of the uploads, or why there are none."""
+        """Note the outcome of the uploads, or why there are none."""
         facts, uploads = self.facts, self.facts.uploads
         life, named = FATE_ROUNDS * self.period, [one for one in uploads if one.fate]
-        # The last upload that a manifest names, as long as the next one may be awaited.
+        # The last upload that a manifest names, unless that is too long ago.
         recent = [one for one in named if self.now - one.fate_at <= life]
         self.last = last = recent[-1] if recent else KnownUpload(0, 0.0)
         self.passed = MERGED if last.fate == MERGED else "accepted"
-        # Whether that upload counts; None: not known. One that is carried over was accepted; it was
-        # only too short to tell.
+        # Whether that upload counts; None: not known. An upload that is carried over was accepted;
+        # it was only too short to judge.
         carried = last.fate != REFUSED and last.cause.startswith("carried over")
         self.counts = (last.fate == MERGED or carried) if last.fate else None
         self.of = f"outer step {last.outer_step}{_because(last.cause)}"
@@ -329,7 +329,7 @@ class _Seen:
         self.missed_remedy = remedy_of(facts.missed_cause or "not sent")
         self.running = f"{span(self._since(facts.started))} since the start{because}"
         self.newest = uploads[-1].outer_step if uploads else 0
-        # Whether the update that says what became of the newest may be on its way.
+        # Whether the update that decides about the newest upload may still be coming.
         network = facts.network_step
         self.awaited = network is not None and self.newest >= min(network, facts.outer_step or 0)
         ever = max((one.fate_at for one in named), default=None)
@@ -342,12 +342,13 @@ V = Verdict
 _good, _idle = partial(Row, level=Level.GOOD), partial(Row, level=Level.IDLE)
 _bad = partial(Row, level=Level.BAD, alert="counts")
 
-#: The first row that holds is the verdict. The last one always holds.
+#: The first row that applies gives the verdict. The last row always applies.
 TABLE: tuple[Row, ...] = (
     # --- the process
     Row(V.STARTING, lambda s: s.state == "starting" and s.launch.attempt < 2,
         "it is not ready yet: {s.stage}"),
-    # This holds from the second refusal on, whatever is tried meanwhile, or the verdict would flip.
+    # This row applies from the second refusal on, even during the next attempt, or the verdict
+    # would flip.
     _bad(V.CANNOT_START, lambda s: s.state in ("starting", "refused"), "{s.refusal}{s.attempt}",
          "{s.then}after a change of .env or a setting: pm2 restart", alert="start"),
     _bad(V.CANNOT_START, lambda s: s.state == "stopped" and s.launch.stopped_by == SETTINGS,
@@ -408,7 +409,7 @@ TABLE: tuple[Row, ...] = (
         "it has enough inner steps"),
     _bad(V.MISSED, lambda s: not s.facts.uploads, "nothing was uploaded in the {s.running}",
          "{s.missed_remedy}"),
-    # The validator refuses outer steps or waits for more uploads, which a member cannot change.
+    # The validator refuses outer steps or waits for more uploads; a member cannot change that.
     Row(V.WAITING, lambda s: s.counts is None and s.awaited,
         "the upload of outer step {s.newest} waits for the validator's next update"),
     Row(V.WAITING, lambda s: s.counts is None and not s.late,

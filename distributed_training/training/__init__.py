@@ -1,1 +1,1 @@
-"""Model, FSDP2, inner step, outer step, copies, checkpoint, throughput. Needs torch only."""
+"""Model, FSDP2, inner step, outer step, copies, checkpoints, throughput."""

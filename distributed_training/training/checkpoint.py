@@ -1,20 +1,20 @@
-"""Write checkpoints: all state of every rank, during training, loadable at any world size.
+"""Write checkpoints during training: the state of every rank, loadable at any world size.
 
-With a checkpoint a miner continues exactly where it was, after a stop or a crash. Each rank writes
-its own row blocks and then ``rank-R.json``, with their SHA-256 and its own. A checkpoint counts
-when all ranks' files are there; so no rank waits for another, and a kill at any moment leaves the
-checkpoint before intact. A rank that loads reads the rows it needs from whichever files have them,
-so a checkpoint loads at any number of ranks (docs/architecture.md, Decisions). Under HSDP
-(:mod:`.sharding`) each machine writes its own copy, and all continue from the newest that every
-machine has.
+After a stop or a crash, a miner continues from a checkpoint exactly where it was. Each rank writes
+its own row blocks and then ``rank-R.json``, which has their SHA-256 and its own. A checkpoint is
+complete once all ranks' files exist. So no rank waits for another, and a kill at any moment leaves
+the previous checkpoint intact. A rank that loads a checkpoint reads the rows it needs from
+whichever files have them, so any number of ranks can load it (docs/architecture.md, Decisions).
+Under HSDP (:mod:`.sharding`) each machine writes its own copy, and all machines continue from the
+newest checkpoint that every machine has.
 
-torch.distributed.checkpoint could do this too (its ``async_save`` takes a gloo group of its own, so
-that its collectives do not meet training's). It saves no work here: every state is rows of the
-first dimension, so loading at another world size is reading other rows, and no rank has to plan
-with another.
+torch.distributed.checkpoint could do this too (its ``async_save`` takes its own gloo group, so that
+its collectives do not interfere with training's). It would save no work here: all state is split
+into rows along the first dimension. Loading at another world size only means reading other rows,
+and the ranks need no common plan.
 
-Epoch-start weights and residual change once per outer step. They are written once, into a
-folder named by the outer step's identity, which checkpoints refer to.
+The epoch-start weights and the residual change once per outer step. They are written once, into a
+folder that is named after the outer step's identity and that checkpoints refer to.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 FORMAT = 2
 DIGEST = "manifest_sha256"
 
-#: The errors that reading a damaged file may raise.
+#: Errors that reading a damaged file may raise.
 DAMAGE = (OSError, SafetensorError, ValueError, LookupError, TypeError, ArithmeticError)
 
 
@@ -60,32 +60,32 @@ class CheckpointError(ValueError):
 
 
 def manifest_digest(manifest: dict[str, Any]) -> str:
-    as_read = json.loads(json.dumps(manifest))  # in JSON all keys are text
+    as_read = json.loads(json.dumps(manifest))  # in JSON all keys are strings
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
 def manifest_of(path: Path) -> dict[str, Any]:
-    """Read a manifest as it was written. Raises CheckpointError if it is missing or damaged."""
+    """Read and verify a manifest. Raises CheckpointError if it is missing or damaged."""
     content = read_json_object(path)
     if content is None:
         raise CheckpointError(f"{path.name} is missing or damaged")
     digest = content.pop(DIGEST, None)
     if digest != manifest_digest(content) or content.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path.name} is damaged, or of another format than this miner's ({FORMAT})"
+            f"{path.name} is damaged, or not in the format that this miner reads ({FORMAT})"
         )
     return content
 
 
 def manifests_in(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the manifests of all parts in ``folder``, by rank. Raises CheckpointError."""
+    """Yield the manifests of all parts in ``folder``, in rank order. Raises CheckpointError."""
     ranks = [path.stem.removeprefix("rank-") for path in folder.glob("rank-*.json")]
     for rank in sorted(int(rank) for rank in ranks if rank.isdigit()):
         yield manifest_of(folder / f"rank-{rank}.json")
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether the part of every rank of one copy of the model is there."""
+    """Return whether a copy of the model is complete: all of its ranks have written their part."""
     try:
         parts = [manifest["world_size"] for manifest in manifests_in(folder)]
     except CheckpointError:
@@ -94,30 +94,30 @@ def is_complete(folder: Path) -> bool:
 
 
 def newest_first(folder: Path) -> list[str]:
-    """Return the names of the checkpoints in ``folder``, complete or not."""
+    """Return the names of all checkpoints in ``folder``, newest first, even incomplete ones."""
     return sorted((p.name for p in folder.glob("checkpoint-*")), reverse=True)
 
 
 def outer_step_of(checkpoint: Path) -> int | None:
-    """Return the outer step of a checkpoint; None if that cannot be read."""
+    """Return the outer step of a checkpoint, or None if it cannot be read."""
     progress = (read_json_object(checkpoint / "rank-0.json") or {}).get("progress")
     reached = progress.get("outer_step") if isinstance(progress, dict) else None
     return reached if isinstance(reached, int) else None
 
 
 def oldest_outer_step(folder: Path, outer_step: int) -> int:
-    """Return the first outer step of the checkpoints in ``folder``; without one ``outer_step``."""
+    """Return the lowest outer step of any checkpoint in ``folder``, by default ``outer_step``."""
     found = (outer_step_of(folder / name) for name in newest_first(folder))
     return min((step for step in found if step is not None), default=outer_step)
 
 
 def _open(folder: Path, part: int) -> Any:
-    """Open the file of one part, after comparing its size and SHA-256."""
+    """Open the file of one part after checking its size and SHA-256."""
     path = folder / f"rank-{part}.safetensors"
     manifest = manifest_of(folder / f"rank-{part}.json")
-    # Compare the size first: reading all bytes of a file that was cut short would only cost time.
+    # Compare the size first: hashing a truncated file would only waste time.
     if path.stat().st_size != manifest["size"] or sha256_of(path) != manifest["sha256"]:
-        raise CheckpointError(f"{path.name} is damaged: its bytes are not those that were written")
+        raise CheckpointError(f"{path.name} is damaged: its content is not what was written")
     return safe_open(path, "pt")
 
 
@@ -126,15 +126,15 @@ def in_words(error: Exception) -> str:
 
 
 def _kind(key: str) -> str:
-    """Return the kind of state whose rows a tensor holds; empty if it holds no rows."""
+    """Return the kind of state that a tensor has rows of, or "" if it has none."""
     kind, slash, _ = key.partition("/")
     return kind if slash else ""
 
 
 class Parts:
-    """One checkpoint, as all ranks see it. All of them call the same methods in the same order.
+    """One checkpoint, read by all ranks. They call the same methods in the same order.
 
-    Raises CheckpointError, or another of :data:`DAMAGE`, on all ranks alike.
+    Raises CheckpointError, or another error of :data:`DAMAGE`, on all ranks alike.
     """
 
     def __init__(self, folder: Path, name: str, schema: Schema, stream: RowStream) -> None:
@@ -146,19 +146,19 @@ class Parts:
             found = next(manifests_in(folder / name), None)
         except DAMAGE as error:
             problem = in_words(error)
-        # Every rank takes part before any rank raises, since a rank that left would hold up the
-        # others in the next collective.
+        # Let every rank take part before any of them raises: otherwise the others would hang in the
+        # next collective.
         everywhere = stream.all_gather((found, problem))
         manifests = [manifest for manifest, _ in everywhere if manifest is not None]
         if len(manifests) < len(everywhere):
             raise CheckpointError(next(why for manifest, why in everywhere if manifest is None))
-        self.manifest = manifests[0]  # the manifest of one part; its state is that of all parts
+        self.manifest = manifests[0]  # the manifest of one part; the state in it is the same in all
         self._count = int(self.manifest["world_size"])
         replicas = self.manifest.get("replicas", 1)
-        #: Whether every rank also gets the state that belonged only to it.
+        #: Whether each rank also gets back the state that only it had.
         self.exact = (self._count, replicas) == (self._layout.shards, self._layout.replicas)
         self._epoch = folder / f"epoch-{self.manifest['state']['epoch_id']}-of-{self._count}"
-        # This rank reads its own part, and the parts that have its rows.
+        # This rank reads its own part and the parts that have its rows.
         shard = self._layout.shard
         parts = {part for _, shape in schema for part, _, _ in self._pieces(shape[0])}
         parts |= {shard} if self.exact else set()
@@ -171,7 +171,7 @@ class Parts:
         self._kinds = set().union(*(kinds for _, kinds in answers))
 
     def _problem(self, part: int) -> str | None:
-        """Open ``part`` in this machine's folder; return the reason if that fails."""
+        """Open ``part`` in this machine's folder; return what is wrong if that fails."""
         try:
             folder = self._folder / self._name
             if not (folder / f"rank-{part}.json").exists():
@@ -190,14 +190,14 @@ class Parts:
                     found = files[f"{kind}/{name}"].get_slice(f"{kind}/{name}").get_shape()
                     lacks = may_lack_rows(kind) and found == [0, *shape[1:]]
                     if found != [last - first, *shape[1:]] and not lacks:
-                        raise CheckpointError(f"{name} has another shape: it is of another model")
+                        raise CheckpointError(f"{name} has another shape: it is from another model")
             self._files[part] = files
         except DAMAGE as error:
             return in_words(error)
         return None
 
     def _pieces(self, rows: int) -> list[tuple[int, int, int]]:
-        """Locate this rank's rows: part, first and one past the last row in it."""
+        """Locate this rank's rows: the part, the first row in it and one past the last."""
         start, stop = row_range(rows, self._layout.shards, self._layout.shard)
         pieces = []
         for part in range(self._count):
@@ -208,7 +208,7 @@ class Parts:
         return pieces
 
     def rows(self) -> dict[str, list[Tensor]]:
-        """Return this rank's rows of every parameter, by kind of state."""
+        """Return this rank's rows of every parameter, keyed by the kind of state."""
         return {
             kind: [self._rows_of(f"{kind}/{name}", shape) for name, shape in self._schema]
             for kind in self._kinds
@@ -223,7 +223,7 @@ class Parts:
         return torch.cat(mine) if mine else torch.empty((0, *shape[1:]))
 
     def own(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what only this rank has (nothing unless :attr:`exact`) and its ``extra``."""
+        """Return the state that only this rank has ({} unless :attr:`exact`), and its ``extra``."""
         part = self._layout.shard
         path = self._folder / self._name / f"rank-{part}.json"
         if not self.exact:
@@ -245,17 +245,18 @@ def _are_tensors(value: object) -> bool:
 def matched(
     now: Mapping[str, Any], saved: Mapping[str, Any], name: str, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Return what was ``saved``, with exactly the keys of the state dict ``now``.
+    """Return the ``saved`` values with exactly the keys of the state dict ``now``.
 
-    A tensor that was not saved is None. Another value that was not, since an older version wrote
-    the checkpoint, stays what it is now: at a start its component's default. A saved value that no
-    component knows is left out. ``say`` gets a line for each missing and each unknown value.
+    A tensor that was not saved is None. Any other value may be missing if an older version wrote
+    the checkpoint: then it stays as it is now, which at a start is its component's default. A saved
+    value that no component knows is left out. ``say`` gets one line that names all missing values,
+    and one that names all unknown values.
     """
     lacking = {key: value for key, value in now.items() if key not in saved}
     missing = [k for k, v in lacking.items() if v is not None and not _are_tensors(v)]
     unknown = sorted(saved.keys() - now.keys())
     if missing:
-        say(f"{name} was written without {', '.join(missing)}: as after a first start")
+        say(f"{name} was written without {', '.join(missing)}: using the defaults")
     if unknown:
         say(f"{name} holds {', '.join(unknown)}, which this version does not know: left out")
     state: dict[str, Any] = {}
@@ -270,22 +271,22 @@ def matched(
 #: Seconds to wait for the other ranks' files before older checkpoints are deleted.
 _RANKS_TIMEOUT = 600.0
 _SAY_AGAIN = 600.0  # seconds between two lines with the same cause
-_HURRIED = 5.0  # seconds that a prune waits for other ranks while training waits for it
+_HURRIED = 5.0  # seconds that pruning waits for other ranks while training waits for it
 
 
 class Checkpointer:
-    """Writes and loads one rank's part of checkpoints.
+    """Writes and loads one rank's part of each checkpoint.
 
     All ranks call the same methods in the same order. ``folder`` is on a file system that the ranks
-    of this node share. ``keep``: how many complete checkpoints stay there.
+    of this node share. ``keep``: how many complete checkpoints are kept there.
     """
 
     def __init__(self, *, trainer: HeldWeights, folder: Path, keep: int = 2) -> None:
         self.hold_seconds = 0.0  # seconds for which the last save paused training
-        # Seconds of the last save on this rank, until it was written.
+        # Seconds that the last save took on this rank, including the writing.
         self.seconds: float | None = None
         self.last_error: str | None = None
-        self.exact = True  # the last restore lost nothing of an unfinished step
+        self.exact = True  # the last restore dropped no micro-batch of an unfinished step
         self._trainer = trainer
         self._layout = trainer.stream.layout
         self._lead = self._layout.shard == 0  # the rank that leads in this folder
@@ -293,44 +294,45 @@ class Checkpointer:
         self._keep = max(1, keep)
         self._timeout = _RANKS_TIMEOUT
         self._writing: BackgroundWrite | None = None
-        self._skip = 0  # checkpoints that a roll-back leaves out
+        self._skip = 0  # number of newest checkpoints that a roll-back leaves out
         self._rolled_back_to: int | None = None  # total inner steps at the last roll-back
         self._hurry = threading.Event()  # set while training waits for the thread
         self._saved: bool | None = None  # see saved()
         self._repeats = Repeats(_SAY_AGAIN)
 
     def save(self, extra: dict[str, Any], progress: Progress) -> None:
-        """Copy the state to host memory from now on, and write it in a thread. Collective.
+        """Start copying the state to host memory, and write it in a thread. Collective.
 
         ``extra``: this rank's own JSON-able values, such as its place in the data. ``progress``:
-        rank 0's counts. Waits first for a write that is still under way. A failure to write is
-        logged, not raised: training continues with the checkpoint before.
+        rank 0's counts. First waits for a write that is still in progress. A failed write is
+        logged, not raised: training continues, and the previous checkpoint stays.
         """
         self.wait()
         self._saved, started = None, time.perf_counter()
-        # Once no rank writes any more, whatever is incomplete was given up: rank 0 may delete it.
+        # From here on no rank is writing, so incomplete checkpoints were given up, and rank 0 may
+        # delete them.
         self._trainer.stream.all_gather(None)
         name = ""
         if self._lead:
             names: list[str] = []
-            # If the disk is away, the writing thread logs it. An error here would end the miner
+            # If the disk is gone, the writing thread logs that. An error here would end the miner
             # while the other ranks wait for the name.
             with contextlib.suppress(OSError):
                 names = newest_first(self._folder)
                 for old in names:
-                    # Delete incomplete checkpoints, or a disk that was full for a moment would stay
-                    # full.
+                    # Delete incomplete checkpoints: otherwise a disk that was briefly full would
+                    # stay full.
                     if not is_complete(self._folder / old):
                         shutil.rmtree(self._folder / old, ignore_errors=True)
             numbers = [int(n) for old in names if (n := old.partition("-")[2]).isdigit()]
-            # The number is above all others, also after the clock was set back.
+            # The number exceeds all others, even if the clock was set back.
             number = max(max(numbers, default=0) + 1, time.time_ns() // 1_000_000)
             name = f"checkpoint-{number:015d}"
-        # Rank 0 gives the name, since the clocks of two nodes would give two names.
+        # Rank 0 chooses the name, since the clocks of two nodes would produce two names.
         name, first = self._trainer.stream.from_rank_0((name, extra))
         try:
-            # An upload of this boundary shares these copies, so that 12 bytes per parameter are
-            # taken only once.
+            # An upload at this boundary shares these copies, so that they take 12 bytes per
+            # parameter only once.
             copies = self._trainer.boundary_copies()
         except RankFailedError as error:
             self._not_written(name, error, str(error))
@@ -342,38 +344,38 @@ class Checkpointer:
         by_step = {key: tensor for key, tensor in tensors.items() if key not in by_epoch}
         scalars = {k: v for k, v in state.items() if v is not None and not _are_tensors(v)}
         content = {"state": scalars, "extra": extra, "first": first}
-        # Make text of it now, since the next step changes lists in it.
+        # Serialize it now, since the next step changes lists in it.
         text = json.dumps(content | {"progress": asdict(progress)})
         self.hold_seconds = time.perf_counter() - started
-        # Let a disk that hangs not keep a stopped miner alive.
+        # A daemon thread: a disk that hangs must not keep a stopped miner alive.
         self._writing = BackgroundWrite("checkpoint", daemon=True)
         copies.writers.append(self._writing.ended)
         held = [by_step, by_epoch, copies]
         self._writing.start(partial(self._write, name, held, text))
 
     def saved(self) -> bool | None:
-        """Return whether all ranks of this machine have written the last one; None: not known yet.
+        """Return whether all ranks of this machine have written the last checkpoint. Rank 0 only.
 
-        Rank 0 only.
+        None: not known yet.
         """
         return self._saved
 
     def wait(self) -> None:
-        """Wait until this rank's write under way is over."""
+        """Wait until this rank's current write has ended."""
         if self._writing is not None:
             self._hurry.set()
             self._writing.join()
             self._hurry.clear()
 
     def restore(self, *, skip: int = 0) -> tuple[Progress, dict[str, Any]] | None:
-        """Load the newest usable checkpoint; None when there is none. Collective.
+        """Load the newest usable checkpoint; return None if there is none. Collective.
 
-        ``skip``: how many of the newest to leave out, if there is an older one.
+        ``skip``: how many of the newest checkpoints to leave out, if there is an older one.
 
-        One that is incomplete or damaged is skipped with a line, on all ranks alike. At another
-        layout the micro-batches of an unfinished step are dropped, and the ``extra`` of a rank that
-        did not exist is rank 0's. Flags of another micro-batch drop them too. :attr:`exact` is
-        False if micro-batches were dropped.
+        An incomplete or damaged checkpoint is skipped with a log line, on all ranks alike. The
+        micro-batches of an unfinished step are dropped if the layout or the micro-batch of the
+        flags has changed; :attr:`exact` is then False. A rank that did not exist when the
+        checkpoint was written gets rank 0's ``extra``.
         """
         self.wait()
         stream = self._trainer.stream
@@ -383,17 +385,17 @@ class Checkpointer:
         if lacking and stream.rank == 0:
             log.warning(
                 "Skipping checkpoint %s, which node %d lacks: training continues from one that all "
-                "nodes have. Where that loses much, stop all and copy the folder checkpoints there",
+                "nodes have. If that loses too much, stop all nodes and copy the checkpoints there",
                 newest,
                 lacking[0] // self._layout.shards,
             )
         names = sorted(everywhere, reverse=True)
-        # Never skip the oldest checkpoint: one that may be bad is better than none.
+        # Never skip the oldest checkpoint: a bad one may still be better than none.
         for name in names[min(skip, max(0, len(names) - 1)) :]:
             try:
                 parts = Parts(self._folder, name, self._trainer.schema, stream)
                 saved_at = parts.manifest["progress"]
-                # A checkpoint of an earlier edition also has a list of blocks, which is left out.
+                # Checkpoints of earlier versions also have a list of blocks, which is left out.
                 progress = Progress(**{f.name: saved_at[f.name] for f in fields(Progress)})
                 own, extra = parts.own()
                 saved = {**parts.manifest["state"], **parts.rows(), **own}
@@ -409,12 +411,12 @@ class Checkpointer:
         return None
 
     def roll_back(self) -> tuple[Progress, dict[str, Any]] | None:
-        """Do :meth:`restore` after NaN or Inf, then halve the learning rate for a while.
+        """Call :meth:`restore` after NaN or Inf, then halve the learning rate for a while.
 
         Collective.
         """
-        # There was no finite step since the last roll-back, so the weights of that checkpoint are
-        # the problem.
+        # If there was no finite step since the last roll-back, that checkpoint's weights are the
+        # problem.
         fruitless = self._rolled_back_to == self._trainer.total_inner_steps
         self._skip = self._skip + 1 if fruitless else 0
         restored = self.restore(skip=self._skip)
@@ -438,10 +440,10 @@ class Checkpointer:
             held[2].wait()
             parsed = json.loads(content)
             epoch = f"epoch-{parsed['state']['epoch_id']}-of-{self._layout.shards}"
-            # The manifest is written last, so the tensors are whole if it is there.
+            # The manifest is written last, so the tensors are complete if it exists.
             if not (self._folder / epoch / f"rank-{self._layout.shard}.json").exists():
                 self._write_part(self._folder / epoch, held[1], {})
-            # Write this part after the epoch's, since a complete checkpoint must not refer to a
+            # Write this part after the epoch's part: a complete checkpoint must not refer to a
             # missing file.
             self._write_part(self._folder / name, held[0], parsed)
             sync_folder(self._folder)
@@ -449,12 +451,12 @@ class Checkpointer:
         except Exception as error:  # training continues
             why = f"{type(error).__name__}: {error}; check the disk of {self._folder}"
             self._not_written(name, error, why)
-            with contextlib.suppress(OSError):  # a disk that is away has nothing to delete
+            with contextlib.suppress(OSError):  # if the disk is gone, there is nothing to delete
                 for path in (self._folder / name).glob(f"rank-{self._layout.shard}.*"):
-                    path.unlink(missing_ok=True)  # a full disk needs the room
+                    path.unlink(missing_ok=True)  # the disk may be full
             raise
         finally:
-            held.clear()  # otherwise this thread's arguments hold the copies until it ends
+            held.clear()  # otherwise this thread's arguments would hold the copies until it ends
         self.seconds = self.hold_seconds + time.perf_counter() - started
         if self._lead:
             try:
@@ -467,20 +469,20 @@ class Checkpointer:
                         size / 1e6,
                         self.seconds,
                     )
-                # The launcher reads this, since a stop must have time for a checkpoint.
+                # The launcher reads this to allow enough time for the checkpoint at a stop.
                 write_json(self._folder / "last.json", {"name": name, "seconds": self.seconds})
             except (OSError, ValueError, KeyError) as error:
                 if (again := self._repeats("older")) is not None:
-                    what = f"Older checkpoints of {self._folder} were not deleted"
+                    what = f"Older checkpoints in {self._folder} were not deleted"
                     log.warning("%s: %s%s", what, error, again)
             finally:
                 self._saved = bool(self._saved)
 
     def _not_written(self, name: str, error: Exception, why: str) -> None:
         self.last_error, self._saved = why, False
-        restart = "a restart would resume from the one before"
-        # Log a cause seldom: a disk may be full for hours, and the log is on it. Compare causes
-        # without the text, which names another file each time.
+        restart = "a restart would resume from the previous one"
+        # Log each cause only now and then: a disk may be full for hours, and the log is on it.
+        # Compare causes without their text, which names a different file each time.
         if (again := self._repeats((type(error), getattr(error, "errno", None)))) is not None:
             log.error("Checkpoint %s was not written (%s); %s%s", name, why, restart, again)
 
@@ -489,8 +491,8 @@ class Checkpointer:
         layout = self._layout
         rank = layout.shard
         path = folder / f"rank-{rank}.safetensors"
-        # Write the manifest after its file, so that a kill between the two leaves a part that does
-        # not count.
+        # Write the manifest after the tensors, so that a kill between the two leaves a part that is
+        # not valid.
         entries = [(name, each.dtype, tuple(each.shape)) for name, each in tensors.items()]
         digest = write_safetensors(path, entries, tensors.values())
         manifest = {
@@ -505,7 +507,7 @@ class Checkpointer:
         write_json(folder / f"rank-{rank}.json", content | {DIGEST: manifest_digest(content)})
 
     def _named(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the tensors of a state dict by their names in a file."""
+        """Return the tensors of a state dict, keyed by their names in a file."""
         named: dict[str, Tensor] = {}
         for key, value in state.items():
             if isinstance(value, Tensor):
@@ -518,18 +520,19 @@ class Checkpointer:
     def _prune(self, newest: str) -> bool:
         """Wait until ``newest`` is complete, then delete all but ``keep`` complete checkpoints.
 
-        The files that those refer to stay, too. Return whether ``newest`` became complete.
+        The epoch files that the remaining ones refer to stay, too. Return whether ``newest`` became
+        complete.
         """
         deadline = time.monotonic() + self._timeout
         ranks = range(self._layout.shards)
         while not all((self._folder / newest / f"rank-{r}.json").exists() for r in ranks):
             if self._hurry.is_set():
-                # Training waits for this thread, and older checkpoints can be deleted next time.
+                # Training is waiting for this thread; older checkpoints can be deleted next time.
                 deadline = min(deadline, time.monotonic() + _HURRIED)
                 self._hurry.clear()
             if time.monotonic() > deadline:
                 return False  # a rank failed to write, so delete nothing
-            # Look at files, since this thread must not use a collective while training uses its
+            # Poll for files, since this thread must not use a collective while training uses its
             # own.
             time.sleep(0.02)
         self._saved = True
@@ -539,8 +542,8 @@ class Checkpointer:
                 keep.append(name)
             elif name != newest:
                 shutil.rmtree(self._folder / name, ignore_errors=True)
-        # Delete epochs after the checkpoints that refer to them, so that a kill in between leaves
-        # one too many and never one too few.
+        # Delete epoch folders after the checkpoints that refer to them, so that a kill in between
+        # may leave one too many, but never one too few.
         used = set()
         for name in keep:
             manifest = next(manifests_in(self._folder / name))

@@ -1,9 +1,9 @@
-"""Copy one boundary's weights and moments to host memory, and write files from them meanwhile.
+"""Copy one boundary's weights and moments to host memory, and write files from them.
 
-Weights and moments are copied during the next step's micro-batches; only its optimizer step waits
-for that. A thread of each rank writes; it uses no collective, because training continues with its
-own. All ranks of a member share one file system, so each writes its rows at their place in one
-file.
+Weights and moments are copied during the next step's micro-batches; only the optimizer step waits
+for the copies. On each rank a thread writes the files. It uses no collectives, because training
+continues with its own. All ranks of a member share one file system, so each writes its rows to
+their place in one file.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ def write_safetensors(
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> str:
-    """Write ``tensors`` (CPU), one after another, durably; return the file's SHA-256.
+    """Write the CPU ``tensors`` one after another, durably; return the file's SHA-256.
 
-    The format is the public one: eight bytes little-endian header size, a JSON header, raw data.
+    The format is the public one: the header's size in eight little-endian bytes, a JSON header,
+    and the raw data.
     """
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -55,14 +56,14 @@ def write_safetensors(
         start, end = end, end + math.prod(shape) * dtype.itemsize
         table[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
-    # In this format the data begin at a multiple of 8.
+    # In this format the data start at a multiple of 8.
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     digest = hashlib.sha256(header)
     with atomic_file(path) as handle:
         handle.write(header)
         for tensor in tensors:
-            # Its bytes, without a copy.
+            # View the bytes without a copy.
             array: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
             digest.update(memoryview(array))
             handle.write(memoryview(array))
@@ -73,26 +74,26 @@ def write_safetensors(
 class BoundaryCopies:
     """Rows of weights and of the inner optimizer's ``state`` at one step boundary, in host memory.
 
-    With AdamW all of them take 12 bytes per parameter. Nobody changes them. The values of the
-    weights that are one row of a file are there at once, all others after :meth:`wait`. A writer
+    With AdamW they take 12 bytes per parameter. Nothing may change them. Weights that are one row
+    of a file are copied immediately, all other values by the time :meth:`wait` returns. A writer
     adds an event to ``writers``, and sets it once it has written the copies and dropped them.
     """
 
     weights: list[Tensor]
-    state: dict[str, list[Tensor]]  # the copies that were asked for, by name
+    state: dict[str, list[Tensor]]  # the copies that were requested, by name
     copying: list[BackgroundWrite] = field(default_factory=list)
     writers: list[threading.Event] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Wait until all values are there. Raises RuntimeError if they could not be copied."""
+        """Wait until all values are copied. Raises RuntimeError if they could not be copied."""
         for each in self.copying:
             each.join()
             if each.error is not None:
-                raise RuntimeError(f"what is to be written was not copied: {each.error}")
+                raise RuntimeError(f"the data to write was not copied: {each.error}")
 
 
 class Stepped(Protocol):
-    """An inner optimizer: its rows of every parameter by name, and how many steps it has taken."""
+    """An inner optimizer: the state rows it keeps, by name, and how many steps it has taken."""
 
     @property
     def state(self) -> Mapping[str, list[Tensor]]: ...
@@ -104,7 +105,7 @@ class Stepped(Protocol):
 class BoundaryCopier:
     """Makes :class:`BoundaryCopies` of one boundary at a time, to bound host memory.
 
-    An upload and a checkpoint of the same boundary share them. Weights and state stay as they are
+    An upload and a checkpoint at the same boundary share them. Weights and state do not change
     until the next optimizer step, so they are copied during its micro-batches; code that changes
     them calls :meth:`finish` first. While copies of an earlier boundary are still being written,
     training waits up to ``patience`` seconds for them. Only the training thread calls these
@@ -119,50 +120,50 @@ class BoundaryCopier:
         patience: float = 120.0,
     ) -> None:
         self._shards, self._optimizer, self._patience = shards, optimizer, patience
-        # Only the writers hold the copies, so that their memory is free afterwards.
+        # Only the writers hold the copies, so that the memory is freed afterwards.
         self._last: Callable[[], BoundaryCopies | None] = lambda: None
         self._boundary: tuple[int, ...] = ()
         self._copying: list[BackgroundWrite] = []  # threads that fill the last copies
         self._writers: list[threading.Event] = []  # set once the last copies are written
 
     def copy_boundary(self, names: Collection[str] | None = None) -> BoundaryCopies:
-        """Copy weights and the optimizer's state of now, unless that was done at this boundary.
+        """Copy the current weights and optimizer state, unless this boundary was already copied.
 
-        ``names``: the wanted parts of the optimizer's state; None: all of it.
+        ``names``: which parts of the optimizer's state to copy; None: all of it.
         """
         wanted = {
             name: rows
             for name, rows in self._optimizer.state.items()
             if names is None or name in names
         }
-        # Counters that change with the values: torch counts the writes to a tensor, but not those
-        # of fused AdamW.
+        # These counters change whenever the values do: torch counts the writes to a tensor, and the
+        # step count covers fused AdamW, whose writes torch does not count.
         moments = chain.from_iterable(self._optimizer.state.values())
         tensors = (*(shard.local for shard in self._shards), *moments)
         boundary = (self._optimizer.step_count, *(tensor._version for tensor in tensors))
         made = self._last()
         pairs: list[Piece] = []
         if made is None or boundary != self._boundary:
-            made = None  # drop what is left of earlier copies before there are new ones
+            made = None  # drop what is left of the earlier copies before making new ones
             self.wait()
             made = BoundaryCopies([shard.empty_rows() for shard in self._shards], {})
             pairs = [(s.local, into) for s, into in zip(self._shards, made.weights, strict=True)]
-            # The ranks encode these together, at this boundary.
+            # Copy these now, since the ranks encode them together at this boundary.
             first = [shard.is_one_row for shard in self._shards]
             fill_host([pair for pair, now in zip(pairs, first, strict=True) if now])
             pairs = [pair for pair, now in zip(pairs, first, strict=True) if not now]
             self._last, self._boundary = weakref.ref(made), boundary
             self._copying, self._writers = made.copying, made.writers
-        # Add to the same object, which an earlier caller that asked for less may still hold. Add
-        # all or none: memory may run out here, and whatever is in the object counts as copied.
+        # Add to the same object: an earlier caller that asked for less may still hold it. Add all
+        # or nothing: memory may run out here, and whatever is in the object counts as copied.
         new = {
             name: [torch.empty(each.shape) for each in rows]
             for name, rows in wanted.items()
             if name not in made.state
         }
         device = self._shards[0].local.device
-        # Record the event now, so that the copy does not wait for what the next micro-batches
-        # queue. A lost GPU raises here, before anything counts as copied or as under way.
+        # Record the event now, so that the copy does not wait for work that the next micro-batches
+        # queue. If the GPU is lost, this raises before anything counts as copied or as started.
         after = queued(device)
         made.state.update(new)
         for name, rows in new.items():
@@ -174,12 +175,12 @@ class BoundaryCopier:
         return made
 
     def finish(self) -> None:
-        """Wait until weights and state are copied: from here on they may change."""
+        """Wait until weights and state are copied; afterwards they may change."""
         for copying in self._copying:
             copying.join()
 
     def wait(self) -> None:
-        """Wait until no thread writes earlier copies any more. A round needs the same memory."""
+        """Wait until no thread is writing earlier copies: a round needs the same memory."""
         self.finish()
         deadline = time.monotonic() + self._patience
         if not all(each.wait(max(0.0, deadline - time.monotonic())) for each in self._writers):
@@ -189,7 +190,7 @@ class BoundaryCopier:
                 "--neuron.run_folder",
                 self._patience,
             )
-            self._writers = []  # the warning comes once for each of them
+            self._writers = []  # warn only once about each of them
 
 
 def _copy(
@@ -199,20 +200,20 @@ def _copy(
     device: torch.device,
     _: BackgroundWrite,
 ) -> None:
-    """Fill ``held`` in a thread, which keeps it until it is complete."""
+    """Fill ``held`` in a thread, which keeps it alive until it is complete."""
     enter_thread(device)
     fill_host(pairs, after)
 
 
 class BackgroundWrite:
-    """The writing of files by this rank, in a thread next to training.
+    """A job in which this rank writes files, in a thread alongside training.
 
-    ``of``: one word for what is written. ``daemon``: whether the process may end meanwhile.
+    ``of``: one word for what is written. ``daemon``: whether the process may exit meanwhile.
     """
 
     def __init__(self, of: str, *, daemon: bool = False) -> None:
         self._of, self._daemon = of, daemon
-        self.error: BaseException | None = None  # the error of the writing, once it has ended
+        self.error: BaseException | None = None  # the error with which writing ended, if any
         self.ended = threading.Event()
 
     def start(self, write: Callable[[Self], None]) -> None:
@@ -221,25 +222,26 @@ class BackgroundWrite:
                 target=self._run, args=(write,), name=self._of, daemon=self._daemon
             ).start()
         except RuntimeError:
-            # The machine has no thread left, so training waits: a single rank must not end.
+            # The machine cannot start another thread, so training waits instead: one rank must not
+            # end without the others.
             self._run(write)
 
     def _run(self, write: Callable[[Self], None]) -> None:
         try:
             write(self)
-        except BaseException as error:  # noqa: BLE001 - in a thread: ``error`` has it
-            # Keep no frames that it came through, since they hold the copies.
+        except BaseException as error:  # noqa: BLE001 - this is a thread: kept in ``error``
+            # Drop the traceback, since its frames hold the copies.
             self.error = error.with_traceback(None)
             error.__context__ = error.__cause__ = None
         finally:
             del write
             if self.error is not None:
-                # Python 3.11.2 makes a cycle of an error that passes a @contextmanager.
+                # In Python 3.11.2 an error that passes through a @contextmanager becomes a cycle.
                 gc.collect()
             self.ended.set()
 
     def done(self) -> bool:
-        """Return True when this rank's files are all there, or writing failed (see ``error``)."""
+        """Return True once all of this rank's files exist or writing has failed (see ``error``)."""
         return self.ended.is_set()
 
     def join(self) -> None:

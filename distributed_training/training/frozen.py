@@ -1,8 +1,8 @@
-"""Write the tensors that nobody trains, and notice one that training has changed.
+"""Watch the tensors that nobody trains, and notice if training has changed one of them.
 
-Frozen tensors are sent once, before training, and never again. So a member whose frozen tensor
-differs trains another model, and no digest of the exchanged weights shows it. A checksum on the
-device does: it reads the tensors once, at each close, and waits for the device once.
+Frozen tensors are sent once, before training, and never again. So a member with a different frozen
+tensor trains another model, and no digest of the exchanged weights shows that. A checksum on the
+device does. At each close it reads the tensors once and waits for the device once.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-#: Integers of the size of a value. They are added up modulo 2**64, so the order does not matter.
+#: The integer type for each size of a value. Sums are modulo 2**64, so their order does not matter.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PIECE = 1 << 22  # values at once, each of which takes 24 bytes
+_PIECE = 1 << 22  # values that are read at once; each takes 24 bytes
 
 
 class FrozenTensorError(RuntimeError):
-    """A frozen tensor has changed. The text is one line with the remedy."""
+    """A frozen tensor has changed. The text is one line that names a remedy."""
 
 
 class FrozenTensors:
-    """Tensors that nothing may change from here on.
+    """Tensors that nothing may change from now on.
 
     Args:
-        tensors: This rank's own, by name, on its device.
+        tensors: This rank's own tensors, by name, on its device.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -34,7 +34,7 @@ class FrozenTensors:
         self._before = self._checksums()
 
     def find_changed(self) -> str:
-        """Return the name of the first tensor that has changed; empty: none has."""
+        """Return the name of the first tensor that has changed, or "" if none has."""
         if not self._tensors:
             return ""
         same = (self._checksums() == self._before).all(dim=1).tolist()
@@ -42,7 +42,10 @@ class FrozenTensors:
 
     @torch.no_grad()
     def _checksums(self) -> Tensor:
-        """Return int64 ``(tensors, 2)``: the sum of words, and one that depends on their order."""
+        """Return int64 ``(tensors, 2)``: for each, a plain sum of its words and a weighted one.
+
+        The weighted sum depends on the order of the words.
+        """
         sums = []
         for tensor in self._tensors.values():
             words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.itemsize])
@@ -56,9 +59,10 @@ class FrozenTensors:
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers of a checkpoint by name, as BatchNorm's; of a DTensor this rank's part.
+    """Return the buffers that a checkpoint has, such as BatchNorm's, by name.
 
-    No upload has what training makes of them.
+    No upload contains the changes that training makes to them. For a DTensor this returns this
+    rank's part.
     """
     states = model.state_dict(keep_vars=True).items()
     kept = ((name, each) for name, each in states if not isinstance(each, nn.Parameter))

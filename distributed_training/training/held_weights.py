@@ -1,7 +1,8 @@
 """Hold one rank's weights from outer step to outer step, whoever trains them in between.
 
-:class:`~.trainer.Trainer` trains them, or a script that joined (:mod:`.script_weights`). Between
-two inner steps both do the same: epoch start, counters, copies of a boundary, uploads and updates.
+Either :class:`~.trainer.Trainer` trains them, or a script that joined (:mod:`.script_weights`). The
+work between two inner steps is the same for both: epoch start, counters, boundary copies, uploads
+and updates.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class HeldWeights(ABC):
     """
 
     micro_batch_size: int  # sequences
-    frozen = FrozenTensors({})  # no upload may follow after one of these has changed
+    frozen = FrozenTensors({})  # once one of these has changed, no upload may follow
 
     def __init__(
         self,
@@ -62,22 +63,22 @@ class HeldWeights(ABC):
     @property
     @abstractmethod
     def tokens(self) -> int:
-        """The tokens of all ranks since the epoch start, which an upload of now names."""
+        """Tokens of all ranks since the epoch start, which an upload written now would state."""
 
     @property
     def moments(self) -> float:
-        """Tensors of the inner optimizer that a checkpoint has per parameter, on average."""
+        """How many tensors per parameter the inner optimizer adds to a checkpoint, on average."""
         return 0
 
     @abstractmethod
     def drop_step(self) -> None:
-        """Forget every copy of weights that were changed, and gradients of the weights before."""
+        """Forget the gathered copies of changed weights, and the gradients of the old weights."""
 
     def pause(self, seconds: float) -> None:
-        """Leave ``seconds`` out of the inner step's time: there was nothing to train."""
-        del seconds  # a class that trains may measure it
+        """Exclude ``seconds`` from the inner step's time: there was nothing to train on."""
+        del seconds  # a subclass that measures steps overrides this
 
-    def slow_down(self) -> None:  # noqa: B027 - a script's learning rate is its own
+    def slow_down(self) -> None:  # noqa: B027 - a script controls its own learning rate
         """Train more carefully for a while: the last checkpoint was loaded after NaN or Inf."""
 
     # --- weights -------------------------------------------------------------------------------
@@ -85,8 +86,8 @@ class HeldWeights(ABC):
     def load_weights(self, path: Path | None) -> None:
         """Load rank 0's safetensors file into all shards.
 
-        The inner optimizer stays. Raises ValueError on all ranks alike when the file is not this
-        model's; nothing changes then.
+        The inner optimizer keeps its state. Raises ValueError on all ranks alike, without changing
+        anything, if the file does not belong to this model.
         """
         shared = self.stream.from_rank_0(path)
         assert shared is not None
@@ -94,24 +95,24 @@ class HeldWeights(ABC):
         self.drop_step()
 
     def load_global(self, weights_path: Path | None, outer_step: int) -> None:
-        """Load weights and epoch start from rank 0's file. Raises what :meth:`load_weights` does.
+        """Load weights and epoch start from rank 0's file. Raises like :meth:`load_weights`.
 
-        The validator has signed them, so their loss is not measured.
+        The validator has signed these weights, so their loss is not measured.
         """
         self.load_weights(weights_path)
         self.begin_epoch(outer_step)
 
     def begin_epoch(self, outer_step: int) -> None:
-        """Make the present weights the epoch start; inner steps count from 0 again."""
+        """Make the current weights the epoch start; inner steps count from 0 again."""
         self.outer.begin_epoch()
         self.outer_step, self.inner_step = outer_step, 0
         self.drop_step()
 
     def follow_schedule(self, outer_step: int, network_steps: int) -> None:
-        """Go to the network's place in the schedule, so that all of its miners have one rate.
+        """Move to the network's place in the schedule, so that all of its miners use the same rate.
 
-        ``network_steps``: inner steps that the network has taken before ``outer_step``, 0 if its
-        state does not say. Nothing happens if ``outer_step`` is not this member's.
+        ``network_steps``: how many inner steps the network took before ``outer_step``, or 0 if its
+        state does not say. Nothing happens if this member is not at ``outer_step``.
         """
         if network_steps and outer_step == self.outer_step:
             self.total_inner_steps = network_steps + self.inner_step
@@ -122,8 +123,9 @@ class HeldWeights(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state.
 
-        JSON-able values are of all ranks alike. Lists of tensors are this rank's rows of every
-        parameter, single tensors are only this rank's, None stands for a missing tensor.
+        JSON-able values are the same on all ranks. A list of tensors holds this rank's rows of
+        every parameter. A single tensor belongs only to this rank. None stands for a missing
+        tensor.
 
         The tensors are not copies. The next step overwrites the weights and the inner optimizer's
         rows, so :attr:`copier` copies these; no other tensor is ever changed in place.
@@ -131,7 +133,7 @@ class HeldWeights(ABC):
 
     @property
     def _progress(self) -> dict[str, int]:
-        """Return what a state says of the place in training."""
+        """Return the counters that record the progress of training in a state."""
         return {name: getattr(self, name) for name in _PROGRESS}
 
     def _load_progress(self, state: Mapping[str, Any]) -> None:
@@ -140,29 +142,30 @@ class HeldWeights(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Restore a :meth:`state_dict`, with this rank's rows. Collective.
+        """Restore a :meth:`state_dict` that has this rank's rows. Collective.
 
-        Returns False, on all ranks alike, if the micro-batches of an unfinished step were dropped.
+        Returns False, on all ranks alike, if micro-batches of an unfinished step were dropped.
         """
 
     def boundary_copies(self, names: Collection[str] | None = None) -> BoundaryCopies:
-        """Copy weights and moments of this step boundary, when no round is on. Collective.
+        """Copy weights and moments at this step boundary, while no round is running. Collective.
 
-        ``names``: see :meth:`~.copies.BoundaryCopier.copy_boundary`. Most are copied during the
-        next micro-batches, so code that changes weights or moments calls ``copier.finish`` first.
-        Raises RankFailedError on all ranks alike when one of them has no memory for its copies.
+        ``names``: see :meth:`~.copies.BoundaryCopier.copy_boundary`. Most values are copied during
+        the next micro-batches, so code that changes weights or moments calls ``copier.finish``
+        first. Raises RankFailedError on all ranks alike if one of them has no memory for its
+        copies.
         """
-        # Drop what a failed round has left, since it would be in host memory next to the copies.
+        # Drop what a failed round has left, since it would take host memory next to the copies.
         self.roll_back_outer_step()
-        # Fail on all ranks, since a rank that raised without the others would leave them in the
-        # next collective.
+        # Fail on all ranks: if one rank raised without the others, they would hang in the next
+        # collective.
         return self.stream.run_on_all(lambda: self.copier.copy_boundary(names))
 
     # --- outer step --------------------------------------------------------------------------
 
     @property
     def dropped(self) -> str:
-        """The training that the last outer step dropped, in words; empty if it dropped none."""
+        """A description of the training that the last outer step dropped; empty if none was."""
         return self.outer.dropped
 
     def write_upload(
@@ -170,20 +173,20 @@ class HeldWeights(ABC):
     ) -> UploadHandle:
         """Write this step boundary's upload to rank 0's ``path``, in the background. Collective.
 
-        Only rank 0 gives arguments; the header's ``outer_step``, ``start``, ``inner_steps`` and
-        ``tokens`` are filled in here. A file at ``path`` is replaced. Training pauses for vectors
-        and narrow matrices, and until :meth:`boundary_copies` returns. Raises on all ranks alike
-        OSError if there is no room for the file, and RankFailedError when a rank has no memory;
-        later failures are in the handle. Raises FrozenTensorError if training has changed a frozen
-        tensor.
+        Only rank 0 passes arguments; the header's ``outer_step``, ``start``, ``inner_steps`` and
+        ``tokens`` are filled in here. A file at ``path`` is replaced. Training pauses while vectors
+        and narrow matrices are gathered, and until :meth:`boundary_copies` returns. Raises on all
+        ranks alike: OSError if there is no room for the file, RankFailedError if a rank runs out of
+        memory, and FrozenTensorError if training has changed a frozen tensor. The handle has
+        later failures.
         """
         started = time.perf_counter()
         problem = None
         if changed := self.frozen.find_changed():
             problem = (
-                f"{changed} is not trained in this network and has changed here, so what was "
-                "trained counts from another model and nothing is uploaded: let no optimizer move "
-                "it and no BatchNorm train, and start again"
+                f"{changed} is not trained in this network but has changed here, so this training "
+                "is of another model and nothing is uploaded: keep it out of the optimizer, put "
+                "BatchNorm in eval mode, and start again"
             )
         self.stream.raise_if_any(problem, FrozenTensorError)
         if header is not None:
@@ -199,27 +202,26 @@ class HeldWeights(ABC):
         return handle
 
     def prepare_update(self, update: Update | None) -> None:
-        """Compute what follows from ``update``, without changing weights.
+        """Compute the result of ``update`` without changing weights. Collective.
 
-        Collective; rank 0's ``update`` counts.
-
-        With whole weights it may lead to any outer step. Raises OuterStepError on all ranks, also
-        if the resulting weights have another digest; nothing changes then.
-        :meth:`commit_outer_step` or :meth:`roll_back_outer_step` follows.
+        Only rank 0's ``update`` is used. If it has whole weights, it may lead to any outer step.
+        The caller then calls :meth:`commit_outer_step` or :meth:`roll_back_outer_step`. Raises
+        OuterStepError on all ranks, without changing anything, if this fails or if the resulting
+        weights have another digest.
         """
-        # Wait for copies of an upload or a checkpoint, since their host memory is needed now.
+        # Wait until an upload or a checkpoint has written its copies: their host memory is needed.
         self.copier.wait()
         self.outer.prepare_update(update, inner_step=self.inner_step)
 
     def commit_outer_step(self) -> None:
         """Replace weights, epoch start, residual and progress together.
 
-        Inner steps taken since the upload belong to the new outer step.
+        Inner steps that were taken after the upload belong to the new outer step.
         """
         self.outer_step, before = self.outer.commit()
         self.inner_step -= before
         self.drop_step()
 
     def roll_back_outer_step(self) -> None:
-        """Forget the outer step that was prepared; weights and counters stay. Local."""
+        """Forget the prepared outer step; weights and counters do not change. Not collective."""
         self.outer.roll_back()

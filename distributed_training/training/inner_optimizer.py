@@ -1,13 +1,15 @@
 """The inner optimizer over this rank's rows, on the device or the host, and its schedule.
 
-Any ``torch.optim.Optimizer`` will do. A network names one, and its factory in :data:`OPTIMIZERS`
-creates it. A step on a small parameter shows what state it keeps (:func:`find_state`): tensors of
-the parameter's shape, which are sharded, copied and offloaded as row blocks, and counts. Copies,
-checkpoints and the memory plan know no more of it. Matrices of decoder layers come to a factory as
-:class:`~.muon.MatrixRows`, and may be kept and stepped in a way of their own.
+Any ``torch.optim.Optimizer`` will do. The network's file names one, and the factory registered for
+it in :data:`OPTIMIZERS` creates it. A step on a small parameter shows what state it keeps
+(:func:`find_state`): counts, and tensors of the parameter's shape, which are sharded, copied and
+offloaded as row blocks. Copies, checkpoints and the memory plan need to know nothing else about it.
+A factory gets the matrices of decoder layers as :class:`~.muon.MatrixRows`, and may treat them in a
+special way.
 
-The learning rate rises linearly during the warm-up and then follows a cosine; shape and constants
-are the public network's (protocol page, section 3). Or it stays, until the founder has it decay.
+The learning rate rises linearly during the warm-up and then follows a cosine, with the public
+network's shape and constants (protocol page, section 3). Alternatively it stays constant until the
+founder lets it decay.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from distributed_training.config.types import ConfigError, choose_kind
 from .collectives import ParameterShard
 from .muon import MatrixRows, Muon
 
-LOWEST = 0.1  # the lowest rate after the warm-up, as a part of the peak
-#: Part of the total steps from which the operator is warned: the rate is at its lowest there.
+LOWEST = 0.1  # the lowest rate after the warm-up, as a fraction of the peak
+#: Fraction of the total steps after which the operator is warned that the rate is at its lowest.
 NEAR_THE_END = 0.9
 
 
@@ -39,9 +41,9 @@ NEAR_THE_END = 0.9
 class Schedule:
     """Maps the number of finished inner steps, never reset, to a learning rate.
 
-    The first step trains at ``peak / warmup_steps``: unlike the common form, which spends its
-    first step at a learning rate of zero. With ``constant`` the rate stays at its peak until
-    ``decay_from``, and falls to zero over the ``decay_steps`` that follow.
+    The first step uses ``peak / warmup_steps``, unlike the common form, whose first step has a
+    learning rate of zero. With ``constant`` the rate stays at its peak until ``decay_from``, and
+    then falls to zero over ``decay_steps``.
     """
 
     peak: float
@@ -50,12 +52,12 @@ class Schedule:
     constant: bool = False
     decay_from: int | None = None
     decay_steps: int | None = None
-    factor: float = 1.0  # factor on the rate; lowered for ``slow_steps`` after a roll-back
+    factor: float = 1.0  # multiplies the rate; lowered for some steps after a roll-back
     slow_until: int = 0  # total inner steps at which ``factor`` returns to 1
 
     @classmethod
     def of(cls, settings: TrainingSettings) -> Schedule:
-        """Return a network's. Its numbers fit each other (``config.model.check_schedule``)."""
+        """Return a network's schedule, already checked by ``config.model.check_schedule``."""
         return cls(
             settings.learning_rate,
             settings.warmup_steps,
@@ -74,8 +76,8 @@ class Schedule:
             progress = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
             shape = max(LOWEST, 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress))))
         elif self.decay_from is not None and self.decay_steps is not None:
-            # This was better than a straight line wherever the two were compared (Haegele et al.
-            # 2024, arXiv 2405.18392, section 3).
+            # This beat a straight line wherever the two were compared (Haegele et al. 2024, arXiv
+            # 2405.18392, section 3).
             progress = (step - self.decay_from) / self.decay_steps
             shape = 1.0 - math.sqrt(min(1.0, max(0.0, progress)))
         slow = self.factor if finished_steps < self.slow_until else 1.0
@@ -89,7 +91,7 @@ class Schedule:
         return None if self.decay_steps is None else (self.decay_from or 0) + self.decay_steps
 
     def slow_down(self, finished_steps: int, *, steps: int) -> None:
-        """Halve the rate for the next ``steps`` steps. A second call compounds."""
+        """Halve the rate for the next ``steps`` steps. Overlapping calls compound."""
         still_slow = finished_steps < self.slow_until
         self.factor = 0.5 * (self.factor if still_slow else 1.0)
         self.slow_until = finished_steps + steps
@@ -102,7 +104,7 @@ class Schedule:
         self.slow_until = int(state["slow_until"])
 
 
-#: Creates the optimizer of some parameters by a network's rules. Each step sets its learning rate.
+#: Creates an optimizer for some parameters by a network's rules. Each step sets its learning rate.
 Factory = Callable[[list[nn.Parameter], TrainingSettings], torch.optim.Optimizer]
 OPTIMIZERS: Kinds[Factory] = Kinds("inner optimizer")
 
@@ -130,9 +132,9 @@ OPTIMIZERS.register("muon", muon)
 
 @dataclass(frozen=True)
 class StateNames:
-    """Name what an optimizer keeps of a parameter: tensors of its shape, by name, and ``step``.
+    """What an optimizer keeps for a parameter: the names of tensors of its shape, and ``step``.
 
-    ``step``: the zero with which its count of steps begins, a tensor or a number; None: it keeps no
+    ``step``: the zero at which its step count starts, a tensor or a number; None if it keeps no
     count.
     """
 
@@ -141,24 +143,24 @@ class StateNames:
 
 
 def find_state(settings: TrainingSettings, *, matrix: bool = False) -> StateNames:
-    """Find out what state the network's optimizer keeps for a parameter, by steps on a small one.
+    """Find out what state the network's optimizer keeps for a parameter, by trying a small one.
 
     ``matrix``: whether the parameter is a matrix of a decoder layer. Raises ConfigError for a name
-    that nobody registered, and for an optimizer whose steps would depend on the number of ranks, or
-    whose state a checkpoint would not bring back.
+    that is not registered, and for an optimizer whose steps would depend on the number of ranks or
+    whose state could not be restored from a checkpoint.
     """
     factory = choose_kind(OPTIMIZERS, settings.optimizer, key="training.optimizer")
     gradient = torch.arange(6.0).view(2, 3) - 2
 
     def step(begun: Mapping[str, Any], rows: slice) -> tuple[Tensor, dict[str, Any], bool]:
-        """Return those rows after a step, their state, and whether a group has changed."""
+        """Return the ``rows`` after a step, their state, and whether the group has changed."""
         values = torch.ones(2, 3)[rows]
         parameter = MatrixRows.of(values, values.shape) if matrix else nn.Parameter(values)
         optimizer = factory([parameter], settings)
         optimizer.state[parameter] = copy.deepcopy(dict(begun))  # the step changes it in place
         parameter.grad = gradient[rows].clone()
         for group in optimizer.param_groups:
-            group["lr"] = 0.1  # each step sets it; a rate that begins with 0 would move nothing
+            group["lr"] = 0.1  # training sets the rate; at 0 this step would move nothing
         before = repr(optimizer.param_groups[0] | {"params": ()})
         optimizer.step()
         changed = before != repr(optimizer.param_groups[0] | {"params": ()})
@@ -171,7 +173,7 @@ def find_state(settings: TrainingSettings, *, matrix: bool = False) -> StateName
     others = sorted(found.keys() - {*rows, "step"})
     problem = ""
     if changed:
-        problem = "changes its parameter group at a step"
+        problem = "changes its parameter group in a step"
     elif of_wrong_type:
         problem = f"keeps {of_wrong_type[0]} in {found[of_wrong_type[0]].dtype}, not float32"
     elif others:
@@ -182,45 +184,46 @@ def find_state(settings: TrainingSettings, *, matrix: bool = False) -> StateName
         }
         same, again, _ = step(zeros, slice(None))
         if not torch.equal(after, same) or repr(found) != repr(again):
-            problem = "keeps state that begins with other values than zeros"
-        # An optimizer that asks whether rows belong to a matrix has to answer for other rows too.
+            problem = "keeps state that does not start at zero"
+        # Do not check this for matrices: an optimizer that treats MatrixRows specially must handle
+        # the rows on other ranks itself.
         elif not matrix and not torch.allclose(
             after, torch.cat([step({}, slice(i, i + 1))[0] for i in (0, 1)])
         ):
-            problem = "steps each row by what is in other rows, which other ranks may have"
+            problem = "steps a row depending on other rows, which other ranks may have"
     if problem:
         raise ConfigError(
             f"the inner optimizer {settings.optimizer!r} {problem}, so it cannot be kept in rows: "
-            "use another, or change what it keeps"
+            "use another optimizer, or change the state that it keeps"
         )
     return StateNames(rows, zeros.get("step"))
 
 
 def moments_of(settings: TrainingSettings) -> tuple[int, int]:
-    """Count the tensors kept of a parameter, and of a matrix of a decoder layer."""
+    """Count the tensors that are kept for a parameter, and for a matrix of a decoder layer."""
     plain, matrix = (len(find_state(settings, matrix=matrix).rows) for matrix in (False, True))
     return plain, matrix
 
 
 def checkpoint_key(name: str) -> str:
-    """Return the key in a checkpoint of the rows that the optimizer calls ``name``."""
-    # AdamW's names are those of 0.2.0. Names of another optimizer get a prefix, since they may be
-    # those of the outer step, such as "momentum".
+    """Return the checkpoint key for the rows that the optimizer calls ``name``."""
+    # AdamW keeps the names of 0.2.0. Other optimizers' names get a prefix, since they may clash
+    # with those of the outer step, such as "momentum".
     return name if name in ("exp_avg", "exp_avg_sq") else f"inner_{name}"
 
 
 def may_lack_rows(key: str) -> bool:
-    """Return whether the optimizer may keep no such rows of a parameter; see `checkpoint_key`."""
+    """Return whether some parameters may have no rows under ``key``; see :func:`checkpoint_key`."""
     return key.startswith(("exp_avg", "inner_"))
 
 
-OFFLOAD_BUCKET = 1 << 26  # elements whose state is on the device at once, if it is offloaded
+OFFLOAD_BUCKET = 1 << 26  # elements per bucket whose offloaded state visits the device together
 
 
 class _Lane:
-    """A stream whose work is in numbered pieces, for which other lanes may wait.
+    """A stream whose work is divided into numbered pieces that other lanes can wait for.
 
-    Without a GPU (``device`` None) everything is done in order anyway.
+    Without a GPU (``device`` None) everything runs in order anyway.
     """
 
     def __init__(
@@ -237,7 +240,7 @@ class _Lane:
 
     @contextlib.contextmanager
     def after(self, other: _Lane, its: int, piece: int) -> Iterator[None]:
-        """Queue what runs inside as ``piece``, to begin after piece ``its`` of ``other``."""
+        """Queue the work done inside as ``piece``, to run after piece ``its`` of ``other``."""
         if self.stream is None:
             yield
             return
@@ -252,20 +255,20 @@ class _Lane:
             self.stream.wait_stream(other.stream)
 
     def finish(self) -> None:
-        """Make the host wait for everything queued."""
+        """Make the host wait for everything that is queued."""
         self._done.clear()
         if self.stream is not None:
             self.stream.synchronize()
 
 
 class InnerOptimizer:
-    """Updates the shards in place; bits do not depend on ``offload``.
+    """Updates the shards in place; the result is bit-identical with and without ``offload``.
 
     ``embeddings``: names of the model's embeddings; ``matrices``: names of its decoder layers'
-    matrices. ``state``: this rank's rows for every parameter, by name, with no rows if none are
-    kept. With ``offload`` they live in (pinned) host memory and visit the device bucket by bucket,
-    in two places that are used in turn: while one bucket is computed the next one comes and the one
-    before leaves, on streams of their own.
+    matrices. ``state``: by name, this rank's rows for every parameter, with zero rows where nothing
+    is kept. With ``offload`` the state lives in (pinned) host memory and visits the device bucket
+    by bucket, alternating between two places. While one bucket is being computed, the next one
+    arrives and the previous one leaves, each on its own stream.
     """
 
     def __init__(
@@ -278,8 +281,8 @@ class InnerOptimizer:
         matrices: Collection[str] = (),
     ) -> None:
         self.offload, self._settings = offload, settings
-        #: Names of the parameters without weight decay by ``weight_decay_on``. A row of an
-        #: embedding has few gradients, and decay would shrink it at each step (OLMo 2, arXiv
+        #: Names of the parameters that ``weight_decay_on`` excludes from weight decay. A row of an
+        #: embedding rarely gets a gradient, but decay would shrink it at each step (OLMo 2, arXiv
         #: 2501.00656).
         self.undecayed = frozenset(
             shard.name
@@ -289,8 +292,8 @@ class InnerOptimizer:
         )
         device = shards[0].local.device
         self._device = device
-        # Use plain tensors over the shards' memory, since each step would dispatch DTensors one by
-        # one.
+        # Use plain tensors that share the shards' memory: with DTensors each step would dispatch
+        # them one by one.
         self._params = [
             MatrixRows.of(shard.local, shard.shape, shard.mesh)
             if shard.name in matrices
@@ -298,15 +301,15 @@ class InnerOptimizer:
             for shard in shards
         ]
         plain, of_matrix = (find_state(settings, matrix=matrix) for matrix in (False, True))
-        #: For each parameter the state that is kept.
+        #: The state that is kept for each parameter.
         self.keeps = [
             of_matrix if isinstance(param, MatrixRows) else plain for param in self._params
         ]
-        # Matrices have an optimizer of their own.
+        # Whether matrices have their own optimizer.
         self._apart = any(isinstance(p, MatrixRows) for p in self._params) and (
             plain.rows != of_matrix.rows
         )
-        # Only a copy from or to pinned memory lets the host continue.
+        # The host can continue during a copy only if the host memory is pinned.
         pinned = offload and device.type == "cuda"
         home = torch.device("cpu") if offload else device
         # Count here, since reading the optimizer's own ``step`` would wait for the device.
@@ -336,9 +339,9 @@ class InnerOptimizer:
         self._place_state(device)
 
     def _place_state(self, device: torch.device) -> None:
-        """Let the optimizers work on :attr:`state`, or on places on the device that it visits."""
-        # If the state is offloaded, make room for the largest bucket twice, since buckets take
-        # turns.
+        """Let the optimizers work on :attr:`state`, or on its temporary places on the device."""
+        # If the state is offloaded, allocate two places of the largest bucket's size, which the
+        # buckets use in turn.
         sizes = [
             sum(self._params[i].numel() * len(self.keeps[i].rows) for i in bucket)
             for bucket in self._buckets
@@ -349,7 +352,7 @@ class InnerOptimizer:
             zip(self._buckets, self._optimizers, strict=True)
         ):
             group = optimizer.param_groups[0]
-            # A fused kernel reads the step's count on the device, others read it on the host.
+            # A fused kernel reads the step count on the device, others read it on the host.
             where = device if group.get("fused") or group.get("capturable") else "cpu"
             start = 0
             for i in bucket:
@@ -365,9 +368,10 @@ class InnerOptimizer:
                 optimizer.state[self._params[i]] = state
 
     def _make_buckets(self, shards: Sequence[ParameterShard]) -> list[list[int]]:
-        """Divide the parameters into groups, each of which one optimizer steps together.
+        """Divide the parameters into groups, each of which has one optimizer.
 
-        These are all that are decayed alike, unless their state visits the device.
+        A group has all parameters with the same decay. If the state is offloaded, its size is
+        limited as well.
         """
         buckets: list[list[int]] = []
         for decayed, matrix in itertools.product((True, False), (False, True)):
@@ -379,11 +383,11 @@ class InnerOptimizer:
                     continue
                 values = param.numel()
                 if of_matrix:
-                    # The same on all ranks: they step this parameter together, also those that have
-                    # no rows of it.
+                    # The size must be the same on all ranks: they step this parameter together,
+                    # even those that have no rows of it.
                     values = math.prod(shard.shape) // (shard.mesh.size() if shard.mesh else 1)
                 elif values == 0:
-                    continue  # with fewer rows than ranks this rank has none
+                    continue  # there are fewer rows than ranks, and this rank has none
                 if self.offload and buckets[-1] and size + values > OFFLOAD_BUCKET:
                     buckets.append([])
                     size = 0
@@ -393,9 +397,9 @@ class InnerOptimizer:
 
     @property
     def line(self) -> str:
-        """The optimizer and the place of its state, for the log."""
+        """The optimizer and where its state is, for the log."""
         where = "host memory, copied during the arithmetic" if self.offload else "device memory"
-        # Ask optimizers of one parameter, since this rank may have rows of none.
+        # Create optimizers for a dummy parameter, since this rank may have no rows at all.
         factory, what = OPTIMIZERS[self._settings.optimizer], ""
         plain = factory([nn.Parameter(torch.zeros(1))], self._settings)
         fused = "fused " if plain.param_groups[0].get("fused") else ""
@@ -410,9 +414,9 @@ class InnerOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        # Copy into the existing tensors, to which the optimizers and pinned memory refer. If the
-        # state is missing, for all or some parameters, the checkpoint is of another optimizer, and
-        # this one begins with none.
+        # Copy into the existing tensors, which the optimizers refer to and which may be pinned. If
+        # state is missing for any parameter, the checkpoint is from another optimizer, and this one
+        # starts without state.
         new = any(
             state[key] is None or [len(mine) for mine in kept] != [len(rows) for rows in state[key]]
             for name, kept in self.state.items()
@@ -445,7 +449,7 @@ class InnerOptimizer:
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], learning_rate: float) -> None:
-        """Take one step; ``gradients`` are row blocks like the shards."""
+        """Take one step; ``gradients`` are row blocks, like the shards."""
         for param, gradient in zip(self._params, gradients, strict=True):
             param.grad = gradient
         # Set the rate each time, since torch's schedulers do not know which steps were skipped.
@@ -458,36 +462,36 @@ class InnerOptimizer:
         else:
             last = len(self._buckets) - 1
             computing = _Lane.current(self._device if self._coming.stream is not None else None)
-            # The transfer must not overwrite what the last step still reads there.
+            # The transfer must not overwrite data that the previous step is still reading.
             self._coming.wait_for(computing)
             if self._buckets:
                 self._fetch(0)
             for bucket in range(last + 1):
                 if bucket < last:
                     self._fetch(bucket + 1)
-                # Step on the stream of training, so that the next forward sees the new weights
-                # without an event.
+                # Step on the training stream, so that the next forward sees the new weights without
+                # an event.
                 with computing.after(self._coming, bucket, bucket):
                     self._optimizers[bucket].step()
                 with self._leaving.after(computing, bucket, bucket):
                     for host, place in self._moments(bucket):
                         host.copy_(place, non_blocking=True)
-            # The host copies must be whole before a copy or the next step reads them.
+            # The host's state must be complete before a boundary copy or the next step reads it.
             self._leaving.finish()
         self.step_count += 1
-        # A reference kept here would hold the gradients' memory through the next forward.
+        # Keeping a reference here would hold the gradients' memory through the next forward.
         for param in self._params:
             param.grad = None
 
     def _moments(self, bucket: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the rows of a bucket: (in host memory, in the bucket's place on the device)."""
+        """Yield a bucket's state as pairs: rows in host memory, their place on the device."""
         for i in self._buckets[bucket]:
             state = self._optimizers[bucket].state[self._params[i]]
             for name in self.keeps[i].rows:
                 yield self.state[name][i], state[name]
 
     def _fetch(self, bucket: int) -> None:
-        # There are two places. This one is free once the bucket before the last has left it.
+        # There are two places. This one is free once the bucket two before this one has left it.
         with self._coming.after(self._leaving, bucket - 2, bucket):
             for host, place in self._moments(bucket):
                 place.copy_(host, non_blocking=True)

@@ -1,11 +1,12 @@
-"""Train adapters on a frozen base: the kind of model ``lora``, with PEFT's modules.
+"""Train adapters on a frozen base: the model kind ``lora``, which uses PEFT's modules.
 
 LoRA (Hu et al. 2021, arXiv 2106.09685) adds to a linear layer W the product of two narrow matrices,
 ``alpha / r * B A``. Only B and A are trained and exchanged, in float32. W has the dtype that the
-network's file names, and is published once, like A if only B is trained: the mean of the
-members' B and the mean of their A are not the mean of their B A.
+network's file names, and is published once. A network may also train only B and publish A once,
+since the product of the members' mean B and mean A is not the mean of their products B A.
 
-Names are those that PEFT gives to a model of transformers, without the prefix of its ``PeftModel``.
+Parameters have the names that PEFT gives them in a transformers model, without the prefix that
+``PeftModel`` adds.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from .model import (
 from .weights import load_weights
 
 LORA = "lora"
-ADAPTER_CONFIG = "adapter_config.json"  # PEFT's name of the file
+ADAPTER_CONFIG = "adapter_config.json"  # PEFT's name for the file
 _ALL = "all-linear"
 _PEFT = "base_model.model."  # PEFT puts this before each name in its files and models
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -50,10 +51,11 @@ _FORM = "r=16,alpha=32,targets=all-linear,train=B"
 
 @checked(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class LoraRules:
-    """The table ``[model.settings]`` of a network's file.
+    """The table ``[model.settings]`` in a network's file.
 
-    ``targets``: last parts of the names of the linear layers that get adapters. ``dtype``: the
-    base's. ``base``: its name at the hub with its commit; empty: it came from a folder.
+    ``targets``: the last components of the names of the linear layers that get adapters.
+    ``dtype``: the base's dtype. ``base``: the base's name on the hub with its commit; empty if it
+    came from a folder.
     """
 
     r: Annotated[int, Field(ge=1, le=4096)]
@@ -65,19 +67,19 @@ class LoraRules:
 
     @property
     def scaling(self) -> float:
-        """The factor of B A."""
+        """The factor by which B A is multiplied."""
         return self.alpha / self.r
 
     @classmethod
     def of(cls, model_config: Mapping[str, Any]) -> Self:
-        """Return the rules of a ``config.json``. Raises UnfitModelError."""
+        """Return the adapter rules in a ``config.json``. Raises UnfitModelError."""
         given = (model_config.get(MODEL_RULES) or {}).get("settings") or {}
         try:
             return cls(**given)
         except (ValidationError, TypeError) as error:
             raise UnfitModelError(
-                f"model.settings are no rules of adapters ({_describe(error)}), so it is not known "
-                f"what is trained: correct it in the network's file, as in --lora {_FORM}"
+                f"model.settings are no rules of adapters ({_describe(error)}), so it is unclear "
+                f"what to train: correct them in the network's file, as in --lora {_FORM}"
             ) from None
 
 
@@ -89,15 +91,15 @@ def _describe(error: Exception) -> str:
 
 
 def read_rules(given: str, base: Mapping[str, Any], name: str = "") -> dict[str, Any]:
-    """Return ``[model.settings]`` of ``r=16,alpha=32,...``, or of a folder that PEFT has written.
+    """Return ``[model.settings]`` from ``r=16,alpha=32,...``, or from a folder that PEFT wrote.
 
     Args:
-        given: The words of ``--lora``; a folder comes first.
+        given: The value of ``--lora``; if it names a folder, the folder comes first.
         base: The ``config.json`` of the base.
-        name: The base's name at the hub, with its commit.
+        name: The base's name on the hub, with its commit.
 
     Raises:
-        ConfigError: For anything else.
+        ConfigError: If it is anything else.
     """
     rules: dict[str, Any] = {"r": 16, "targets": _ALL}
     words, known = given.split(","), {"r", "alpha", "targets", "train", "dtype"}
@@ -115,7 +117,7 @@ def read_rules(given: str, base: Mapping[str, Any], name: str = "") -> dict[str,
     if isinstance(rules["targets"], str):
         rules["targets"] = rules["targets"].split("+")
     if rules["targets"] == [_ALL]:
-        # Name the linear layers, but the head, since another version of PEFT may choose others.
+        # List the linear layers, except the head: another version of PEFT might choose others.
         plain = {key: value for key, value in base.items() if key != MODEL_RULES}
         model: Any = build_meta_model(plain)
         head = model.get_output_embeddings()
@@ -133,7 +135,7 @@ def read_rules(given: str, base: Mapping[str, Any], name: str = "") -> dict[str,
 
 
 def _of_folder(folder: Path) -> dict[str, Any]:
-    """Return the rules of adapters that PEFT has written. Raises ConfigError."""
+    """Return the rules of the adapters in a folder that PEFT wrote. Raises ConfigError."""
     try:
         found = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         wrong = [
@@ -142,13 +144,13 @@ def _of_folder(folder: Path) -> dict[str, Any]:
             if found.get(key)
         ]
         if found["peft_type"] != "LORA" or wrong or not isinstance(found["target_modules"], list):
-            raise ValueError(f"it has {wrong[0] if wrong else 'other modules than a list of them'}")
+            raise ValueError(f"it has {wrong[0] if wrong else 'no list of plain LoRA modules'}")
         last = {each.rpartition(".")[2] for each in found["target_modules"]}
         return {"r": found["r"], "alpha": found["lora_alpha"], "targets": sorted(last)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{folder / ADAPTER_CONFIG} is of no adapters that a network can train ({error!r:.150})"
-            ", so no network was created: give plain LoRA adapters of linear layers"
+            f"{folder / ADAPTER_CONFIG} has no adapters that a network can train ({error!r:.150}), "
+            "so no network was created: choose plain LoRA adapters for linear layers"
         ) from None
 
 
@@ -161,8 +163,8 @@ def peft_config(model_config: Mapping[str, Any]) -> Any:
     rules = LoraRules.of(model_config)
     if line := missing({LORA: "a network that trains adapters"}):
         raise UnfitModelError(line)
-    # PEFT imports bitsandbytes if it is installed. On some CPUs bitsandbytes then warns that it
-    # lacks a package, which only makes a 4-bit base faster, even if no base has four bits.
+    # PEFT imports bitsandbytes if it is installed. On some CPUs bitsandbytes then warns about a
+    # missing package, even though the package only speeds up a 4-bit base and there may be none.
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_kernel_warning)
     from peft import LoraConfig
 
@@ -178,7 +180,7 @@ def peft_config(model_config: Mapping[str, Any]) -> Any:
 
 
 class Lora(CausalLM):
-    """A causal language model of which only adapters are trained."""
+    """A causal language model in which only adapters are trained."""
 
     libraries = ("transformers", "peft")
 
@@ -192,8 +194,8 @@ class Lora(CausalLM):
 
         try:
             if wrong := sorted(named & {*rules.targets}):
-                raise ValueError(f"{wrong[0]} is no layer within the decoder")
-            for target in rules.targets:  # PEFT accepts a list of which it finds only one
+                raise ValueError(f"{wrong[0]} is not a layer of the decoder")
+            for target in rules.targets:  # PEFT accepts a list if any entry matches
                 if not any(name.endswith(f".{target}") for name, _ in model.named_modules()):
                     raise ValueError(f"the model has no layer {target:.60}")
             inject_adapter_in_model(adapters, model)
@@ -204,7 +206,7 @@ class Lora(CausalLM):
             ) from None
         if "trainable" in config[MODEL_RULES]:
             raise UnfitModelError(
-                "model.trainable has no place with model.kind lora, which trains adapters: "
+                "model.trainable cannot be used with model.kind lora, which trains adapters: "
                 "remove it"
             )
         for name, parameter in model.named_parameters():
@@ -221,9 +223,9 @@ class Lora(CausalLM):
     def differs(
         self, network: nn.Module, model: nn.Module, named: Mapping[str, nn.Parameter]
     ) -> str:
-        """Return how a script's ``model`` uses its adapters in another way; empty if it does not.
+        """Return how a script's ``model`` uses its adapters differently; empty if it does not.
 
-        Nobody would notice what has no tensor: ``alpha``, DoRA, an adapter that is merged.
+        Comparing tensors cannot show such differences: ``alpha``, DoRA, a merged adapter.
         """
         from peft.tuners.lora import LoraLayer
 
@@ -233,7 +235,7 @@ class Lora(CausalLM):
             if isinstance(each, LoraLayer):
                 found = each.scaling.get("default")
                 if found != wanted:
-                    return f"{name} has alpha / r = {found} and the network's {wanted:g}"
+                    return f"{name} has alpha / r = {found}, but the network's is {wanted:g}"
                 if any(each.use_dora.values()) or each.merged or each.disable_adapters:
                     return f"{name} uses DoRA, or has merged or disabled its adapter"
                 if list(each.active_adapters) != ["default"]:
@@ -242,7 +244,7 @@ class Lora(CausalLM):
             mine = named[plain_name(name)]
             if mine.is_floating_point() and mine.dtype != theirs.dtype:
                 found, dtype = (str(each.dtype).removeprefix("torch.") for each in (mine, theirs))
-                return f"{name} is {found} and the network's file names {dtype}"
+                return f"{name} is {found}, but the network's file names {dtype}"
         return ""
 
     def save(
@@ -253,7 +255,7 @@ class Lora(CausalLM):
         *,
         merge: bool,
     ) -> None:
-        """Write the adapters as PEFT reads them; ``merge``: the whole model, with them in it."""
+        """Write adapters that PEFT can read; ``merge``: write the whole model with them merged."""
         places = {name: (path, (name, shape)) for path, each in files for name, shape in each}
         names = [name for name in places if (".lora_" in name) != merge]
         rules = LoraRules.of(config)
@@ -284,7 +286,7 @@ def _write(path: Path, shapes: Mapping[str, tuple[int, ...]], values: Iterable[T
 
 
 def begin(folder: Path, model_config: Mapping[str, Any]) -> None:
-    """Write the adapters that a network begins with: A as PEFT draws it, and B of zeros."""
+    """Write the adapters that a network begins with: A drawn as PEFT draws it, and B zero."""
     generator = torch.Generator().manual_seed(0)
     model = build_meta_model(model_config)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if ".lora_" in n}

@@ -1,4 +1,4 @@
-"""Plan a step for this hardware: precision, batch arithmetic, what stays in memory."""
+"""Plan a step for this hardware: the precision, the batch arithmetic and what stays in memory."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from distributed_training.config.types import ConfigError
 
 from .inner_optimizer import moments_of
 
-# Below this many parameters the whole model is one FSDP group. Each group costs a collective, and
-# over gloo a collective costs about as much as moving 10 MB. With 1.7 M parameters on two CPU ranks
-# a step took 0.81 s with one group and 1.04 s with a group per block.
+# Below this many parameters the whole model is one FSDP group. Each group adds a collective, which
+# over gloo takes about as long as moving 10 MB. With 1.7 M parameters on two CPU ranks, a step took
+# 0.81 s with one group and 1.04 s with one group per block.
 ROOT_ONLY_BELOW = 50_000_000
 
 
 def compute_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
     """Return the dtype of the computation and a log line with the reason."""
     if wanted == "fp32":
-        return torch.float32, "Precision: float32 as asked"
+        return torch.float32, "Precision: float32 as requested"
     if device.type == "cuda":
         # Emulated bf16 is slower than float32.
         supported = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -63,9 +63,9 @@ class BatchPlan:
 
 
 def plan_batch(*, micro_batch: int, effective: int, world_size: int) -> BatchPlan:
-    """Round the effective batch up to a multiple of micro-batch and ranks.
+    """Round the effective batch up to a multiple of micro-batch size times ranks.
 
-    Raises ConfigError if it cannot hold one.
+    Raises ConfigError if it is smaller than one micro-batch.
     """
     if effective < 1 or micro_batch > effective:
         raise ConfigError(
@@ -73,7 +73,7 @@ def plan_batch(*, micro_batch: int, effective: int, world_size: int) -> BatchPla
             f"--neuron.local_batch_size_train_effective {effective}, so no step could be made: "
             "lower the first or raise the second"
         )
-    # Each rank runs the same number, or the ranks' collectives would not match.
+    # Each rank runs the same number of micro-batches; otherwise their collectives would not match.
     micro_batches = math.ceil(effective / (micro_batch * world_size))
     real = micro_batches * micro_batch * world_size
     note = ""
@@ -87,10 +87,10 @@ def plan_batch(*, micro_batch: int, effective: int, world_size: int) -> BatchPla
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Decided by :func:`plan_memory`, for the network's inner optimizer.
+    """What :func:`plan_memory` has decided for the network's inner optimizer.
 
-    ``bytes_needed`` is an estimate for one rank's device. ``rung``: the place on the ladder, where
-    0 is the fastest; ``is_last``: nothing takes less memory.
+    ``bytes_needed`` is an estimate for one rank's device. ``rung``: the place on the ladder of
+    arrangements, where 0 is the fastest; ``is_last``: no other arrangement takes less memory.
     """
 
     per_block: bool
@@ -102,7 +102,7 @@ class MemoryPlan:
     is_last: bool
 
     def bytes_with(self, micro_batch: int) -> int:
-        """Estimate the bytes of one rank's device with micro-batches of another size."""
+        """Estimate the bytes needed on one rank's device with micro-batches of another size."""
         return device_memory(self.shape, replace(self.way, micro_batch=micro_batch))
 
 
@@ -119,28 +119,28 @@ def plan_memory(
     host_bytes: int | None = None,
     rung: int = 0,
 ) -> MemoryPlan:
-    """Return the fastest arrangement that fits ``device_bytes`` (None: no limit is set).
+    """Return the fastest arrangement that fits ``device_bytes`` (None: no limit).
 
-    Gathered weights and whole gradients kept through a step cost memory and save a gather and a
-    reduction per micro-batch. Activations that are computed again cost up to a third of a step. The
-    optimizer's state in host memory costs one trip over the bus per step; if ``host_bytes``
-    (None: enough) cannot hold it that is the last resort. What the operator fixed by flag stays
-    fixed. ``parameters``, ``part``, ``itemsize``: as in :class:`~.memory.ModelShape`. ``rung``:
-    arrangements to skip, which should fit and did not; the next ones take less. Raises ConfigError
-    for a model whose ``config.json`` does not give its size as a Llama's does.
+    Keeping gathered weights and whole gradients through a step takes memory, but saves a gather and
+    a reduction per micro-batch. Recomputing activations takes up to a third of a step. Keeping the
+    optimizer's state in host memory takes one trip over the bus per step; it is the last resort if
+    ``host_bytes`` (None: enough) cannot hold the state. Whatever the operator has fixed by flags
+    stays fixed. ``parameters``, ``part``, ``itemsize``: as in :class:`~.memory.ModelShape`.
+    ``rung``: how many arrangements to skip that should have fitted but did not; the following ones
+    take less memory. Raises ConfigError for a model whose ``config.json`` does not state its size
+    the way a Llama's does.
     """
     try:
         shape = ModelShape.from_config(model_config, parameters, part=part, itemsize=itemsize)
     except ValueError as error:
         raise ConfigError(
-            f"config.json: {error}, so the model's size is not known and it cannot be trained "
+            f"config.json: {error}, so the model's size is unknown and it cannot be trained "
             "here: use a Llama-like model"
         ) from None
     per_block = settings.wrap == "block" or (
         settings.wrap == "auto" and shape.parameters >= ROOT_ONLY_BELOW
     )
-    # Here "on" is tried before "off", since keeping the parameters saves a gather in each
-    # micro-batch.
+    # Try "on" before "off" here, since keeping the parameters saves a gather per micro-batch.
     keeps = _choices(settings.keep_unsharded, "on")[::-1]
     if not per_block:
         keeps = keeps[:1]  # a single group stays gathered in forward and backward anyway
@@ -186,7 +186,7 @@ def plan_memory(
         f"{settings.optimizer}'s state in {'host' if way.offload_optimizer else 'device'} memory"
     )
     if need > limit:
-        note += f"; more than {MARGIN:.0%} of the device's memory: if it runs out, use more GPUs"
+        note += f"; over {MARGIN:.0%} of the device's memory: if that is too much, use more GPUs"
     if rung:
         note += f"; {rung} faster arrangements ran out of memory before"
     last = rung == len(ladder) - 1
@@ -194,5 +194,5 @@ def plan_memory(
 
 
 def _choices(value: str, on: str) -> list[bool]:
-    """List the arrangements that the operator leaves open, off before on."""
+    """List the choices that a setting leaves open, off before on."""
     return [False, True] if value == "auto" else [value == on]

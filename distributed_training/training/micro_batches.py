@@ -1,14 +1,15 @@
-"""The micro-batches of one inner step: forward, backward, and gradients of the whole.
+"""The micro-batches of one inner step: forward, backward, and the gradients of the whole step.
 
-FSDP adds gradients up where they are computed and reduces them over ranks once, with the last
-micro-batch, or with each if memory is short. ``--neuron.local_batch_size_train auto`` measures the
-size of a micro-batch.
+FSDP accumulates gradients where they are computed and reduces them over ranks once, at the last
+micro-batch, or at each micro-batch if memory is short. With ``--neuron.local_batch_size_train
+auto`` the fastest micro-batch size is measured.
 
-If memory runs out, the miner steps down a ladder, and :class:`KnownSize` remembers in the run
-folder where it stands: half the sequences at once; at one sequence the next arrangement of
-:func:`~.memory_plan.plan_memory`, which recomputes activations or keeps the optimizer's state in
-host memory. A single rank runs the step again in smaller pieces. Otherwise the ranks start again
-from the last checkpoint. The micro-batches stay the same, so nothing else changes.
+If memory runs out, the miner steps down a ladder: first it halves the number of sequences that run
+at once. Below one sequence it takes the next arrangement of :func:`~.memory_plan.plan_memory`,
+which recomputes activations or keeps the optimizer's state in host memory. :class:`KnownSize`
+records the miner's place on the ladder in the run folder. A single rank runs the step again in
+smaller pieces. Several ranks start again from the last checkpoint. The micro-batches stay the same,
+so nothing else changes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 
 OUT_OF_MEMORY_ADVICE = (
     "use more GPUs; --neuron.local_batch_size_train and --neuron.activation_checkpointing save "
-    "most as auto; the effective batch does not change memory"
+    "most memory when set to auto; the effective batch makes no difference"
 )
 
 
@@ -55,39 +56,39 @@ class _Known:
 
 
 class KnownSize:
-    """Remember what is known about this model on these GPUs, in a file of the run folder.
+    """The sizes that fit this model on these GPUs, kept in a file in the run folder.
 
-    ``path`` None: nothing is remembered. ``facts``: all on which it depends. With another model,
-    length, inner optimizer or GPU nothing is known. ``rung``: arrangements of memory in which not
-    even one sequence fitted. ``most``: sequences at once that fit, None while it never ran out.
-    ``fastest``: the size that ``auto`` found.
+    ``path`` None: nothing is saved. ``facts``: everything that the sizes depend on. With another
+    model, sequence length, inner optimizer or GPU, nothing is known. ``rung``: how many memory
+    arrangements could not fit even one sequence. ``most``: how many sequences at once fit, or None
+    if memory has never run out. ``fastest``: the size that ``auto`` found.
     """
 
     def __init__(self, path: Path | None, facts: Mapping[str, Any]) -> None:
         self._path = path
         self._facts = dict(facts)
-        lost = "the size that fits is found out again"
+        lost = "the size that fits is determined again"
         found = read_state(path, _Known, lost=lost) if path is not None else None
         if found is None or found.facts != self._facts:
             found = _Known(self._facts)
         self.rung, self.most, self.fastest = found.rung, found.most, found.fastest
 
     def agree(self, stream: RowStream, rung: int) -> None:
-        """Take the smallest sizes of all ranks, which stand on ``rung``. Collective.
+        """Adopt the smallest sizes of all ranks, which are at ``rung``. Collective.
 
-        Each machine has its own file, and its GPUs may differ, so that the file holds for some of
-        them only. If only one rank measured, it would wait for the others forever.
+        Each machine has its own file, which may apply to only some ranks, since their GPUs may
+        differ. A rank that measured without the others would wait for them forever.
         """
         if rung != self.rung:
             self.rung, self.most, self.fastest = rung, None, None
         answers = stream.all_gather((self.most, self.fastest))
         most, fastest = ([n for n in each if n] for each in zip(*answers, strict=True))
         self.most = min(most, default=None)
-        # All ranks measure if one of them knows no size.
+        # All ranks measure if any of them knows no size.
         self.fastest = min(fastest) if len(fastest) == len(answers) else None
 
     def ran_out(self, sequences: int) -> int:
-        """Note that ``sequences`` at once did not fit; return how many to try.
+        """Record that ``sequences`` at once did not fit; return how many to try next.
 
         Any rank may call it.
         """
@@ -97,7 +98,10 @@ class KnownSize:
         return self.most
 
     def step_down(self) -> None:
-        """Note that not even one sequence fits as memory is arranged now. Any rank may call it."""
+        """Record that the current memory arrangement cannot fit even one sequence.
+
+        Any rank may call it.
+        """
         self.rung, self.most, self.fastest = self.rung + 1, None, None
         self._write()
 
@@ -108,13 +112,16 @@ class KnownSize:
     def _write(self) -> None:
         if self._path is not None:
             known = _Known(self._facts, self.rung, self.most, self.fastest)
-            write_state(self._path, known, lost="a restart finds out the size that fits again")
+            write_state(self._path, known, lost="a restart determines the size that fits again")
 
 
 def facts_of(
     settings: TrainingSettings, model_config: Mapping[str, Any], device: torch.device, ranks: int
 ) -> dict[str, Any]:
-    """Return everything on which the fitting size depends; ``ranks``: ranks of one copy."""
+    """Return everything that the fitting size depends on.
+
+    ``ranks``: how many ranks hold one copy of the model.
+    """
     hardware, size = "cpu", 0
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
@@ -136,14 +143,14 @@ def facts_of(
     }  # fmt: skip
 
 
-_TIMED = 3  # timed passes of a trial
+_TIMED = 3  # timed passes in a trial
 
 
 class MicroBatches:
-    """The micro-batches of the inner step under way, and the sums that they add to.
+    """The micro-batches of the current inner step, and the sums over them.
 
-    ``known``: how many sequences at once fit. ``say`` gets a line for each thing that was decided,
-    as when compiling failed.
+    ``known``: how many sequences at once fit. ``say`` gets a line for each decision, such as
+    continuing without the compiler.
     """
 
     def __init__(
@@ -154,12 +161,12 @@ class MicroBatches:
         known: KnownSize,
         say: Callable[[str], None],
     ) -> None:
-        # The micro-batches of the step under way, on the host. They are kept to run the step again
-        # in smaller pieces, and for checkpoints.
+        # The micro-batches of the current step, on the host. They are kept for checkpoints, and to
+        # run the step again in smaller pieces.
         self.batches: list[Tensor] = []
         self.notes: list[str] = []
         self.loss_sum = torch.zeros((), dtype=torch.float32, device=sharded.device)
-        self.count = 0  # predictions in the sum of the loss
+        self.count = 0  # number of predictions in ``loss_sum``
         self.compiled = sharded.compiled
         self.say = say
         self.sharded = sharded
@@ -171,7 +178,7 @@ class MicroBatches:
             say(f"At most {known.most} sequences at once: more ran out of memory before")
 
     def lower(self) -> str:
-        """Let the next start arrange memory in another way; return a line that says so."""
+        """Make the next start use the next memory arrangement; return a line that says so."""
         if self.sharded.plan.is_last:
             return OUT_OF_MEMORY_ADVICE
         self.known.step_down()
@@ -179,14 +186,14 @@ class MicroBatches:
 
     @property
     def failures(self) -> tuple[type[Exception], ...]:
-        """The errors of a pass after which the step can be run again."""
+        """Errors in a pass after which the step can be run again."""
         return (torch.OutOfMemoryError, *_compiler_errors(self.compiled))
 
     def prepare_again(self, error: Exception, plan: BatchPlan) -> None:
-        """Prepare another try of the step, in smaller pieces or without the compiler.
+        """Prepare to run the step again, in smaller pieces or without the compiler.
 
-        Raises torch.OutOfMemoryError if there can be none here: not even one sequence fits, or
-        other ranks were left in a collective.
+        Raises torch.OutOfMemoryError if that is impossible here: not even one sequence fits, or
+        other ranks are still in a collective.
         """
         if not isinstance(error, torch.OutOfMemoryError):
             self._uncompile(error)
@@ -195,24 +202,24 @@ class MicroBatches:
         found = f"out of memory with {was} sequences at once ({_first_line(error)})"
         if was == 1:
             raise torch.OutOfMemoryError(f"{found}, so the miner stops: {self.lower()}") from error
-        # Write this to the disk before the rank ends, or the next start would run out of memory
+        # Write this to disk before the rank ends; otherwise the next start would run out of memory
         # again.
         fits = self.known.ran_out(was)
         if self.stream.world_size > 1:
             raise torch.OutOfMemoryError(
                 f"{found}: the ranks start again from the last checkpoint and run {fits} at once; "
-                f"to choose yourself, {OUT_OF_MEMORY_ADVICE}"
+                f"otherwise, {OUT_OF_MEMORY_ADVICE}"
             ) from error
         line = (
             f"Out of memory: the step is retried with {fits} instead of {was} sequences at "
-            f"once and the same effective batch of {plan.effective}, and so are later ones; for a "
-            f"micro-batch of that size give --neuron.local_batch_size_train {fits}"
+            f"once and the same effective batch of {plan.effective}, like all later steps; to make "
+            f"that the micro-batch size, set --neuron.local_batch_size_train {fits}"
         )
         log.warning(line)
         self.notes.append(line)
 
     def report_compiled(self, started: float) -> None:
-        """Say how long the first micro-batch took, in which blocks are compiled."""
+        """Report how long the first micro-batch took, which includes compiling the blocks."""
         if self._tell_compiled:
             self._tell_compiled = False
             seconds = time.perf_counter() - started
@@ -221,10 +228,11 @@ class MicroBatches:
     def seconds_per_sequence(
         self, sequences: int, length: int, *, end_step: Callable[[], None] = lambda: None
     ) -> float:
-        """Run a step of (sequences, length) as a trial; return the seconds of a sequence in it.
+        """Run a trial step on (sequences, length) token ids; return the seconds per sequence.
 
-        The time is the median of three forward and backward passes. After them comes what ends a
-        step, for the memory it takes: a backward that reduces, and ``end_step``. Nothing is kept.
+        The time is the median of three forward and backward passes. Then the end of a step runs,
+        to see whether it fits into memory: a backward that reduces gradients, and ``end_step``. No
+        results are kept.
         """
         try:
             return self._trial(sequences, length, end_step)
@@ -238,14 +246,14 @@ class MicroBatches:
         seconds = []
         try:
             self.set_last(False)
-            for _ in range(1 + _TIMED):  # the first one warms up
+            for _ in range(1 + _TIMED):  # the first pass is a warm-up
                 started = time.perf_counter()
                 self._loss(ids).backward()
-                # The host must wait here, or only the queueing of kernels would be timed.
+                # The host must wait here; otherwise only the queueing of kernels would be timed.
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 seconds.append(time.perf_counter() - started)
-            # Run one more pass that is not timed, since reducing gradients takes memory as well.
+            # Run one more pass, untimed, since reducing gradients takes memory as well.
             self.set_last(True)
             self._loss(ids).backward()
             end_step()
@@ -253,28 +261,28 @@ class MicroBatches:
         finally:
             self.drop()
             if self.compiled:
-                torch._dynamo.reset()  # after a second size torch would compile for any size
+                torch._dynamo.reset()  # for a second size torch would compile dynamic shapes
 
     def _loss(self, ids: Tensor) -> Tensor:
         loss: Tensor = self.sharded.root(self.sharded.root.kind.batch(ids))[0]
         return loss
 
-    @torch.no_grad()  # without this ``to_local`` goes through autograd for each parameter
+    @torch.no_grad()  # otherwise ``to_local`` would go through autograd for each parameter
     def gradients(self) -> list[Tensor]:
         """Return this rank's rows of every parameter's gradient, reduced over ranks.
 
-        Raises RuntimeError if a parameter has none once all micro-batches ran.
+        Raises RuntimeError if a parameter has no gradient after all micro-batches have run.
         """
         result = []
         for shard in self.sharded.shards:
             grad: Any = shard.dtensor.grad
             if grad is None and shard.local.numel():
-                # A zero in its place would end learning without a sign, since weight decay
-                # continues and the loss barely moves. A restart sets up FSDP again.
+                # Using zeros instead would end learning silently: weight decay would continue and
+                # the loss would barely move. A restart sets up FSDP again.
                 raise RuntimeError(
                     f"{shard.name} has no gradient after the last micro-batch, so this step would "
                     "train nothing: the miner stops and starts again from its last checkpoint. If "
-                    "this line comes back, the model has a parameter that its loss does not use, "
+                    "this repeats, the model has a parameter that its loss does not use, "
                     f"or torch {torch.__version__} is not one of the versions this miner was "
                     "tested with"
                 )
@@ -282,11 +290,11 @@ class MicroBatches:
         return result
 
     def pending(self) -> Tensor | None:
-        """Return the batches of the step under way as one host tensor; None if there is none."""
+        """Return the current step's batches as one host tensor, or None if there are none."""
         return torch.stack(self.batches).cpu() if self.batches else None
 
     def drop(self) -> None:
-        """Forget a step that is not finished, and every gathered weight."""
+        """Forget an unfinished step, and every gathered weight."""
         self.discard()
         self.forget()
 
@@ -297,10 +305,10 @@ class MicroBatches:
         self.batches, self.notes = [], []
 
     def discard(self, *, free: bool = False) -> None:
-        """Drop what was computed of the step under way; its batches stay.
+        """Drop the results of the current step, but keep its batches.
 
-        ``free``: give back what the allocator keeps too, in sizes that would not fit the pieces to
-        come.
+        ``free``: also release the memory that the allocator caches, in blocks whose sizes would not
+        suit the next pieces.
         """
         self.sharded.discard_gradients()
         self.loss_sum.zero_()
@@ -309,20 +317,20 @@ class MicroBatches:
             _free_memory()
 
     def _uncompile(self, error: Exception) -> None:
-        """Run blocks and loss eagerly from here."""
-        self.say(f"torch.compile: off from here: {type(error).__name__}: {_first_line(error)}")
+        """Run blocks and loss eagerly from now on."""
+        self.say(f"torch.compile: off from now on: {type(error).__name__}: {_first_line(error)}")
         self.sharded.uncompile()
         self.compiled = self._tell_compiled = False
 
     def at_once(self, micro_batch: int) -> int:
-        """Return how many sequences run together: all, unless memory ran out before."""
+        """Return how many sequences run together: all, unless memory has run out before."""
         return min(micro_batch, self.known.most or micro_batch)
 
     def set_last(self, last: bool) -> None:
         """Let only the last backward of a step reduce gradients and drop gathered weights."""
-        # Reduce gradients only at the last micro-batch: 0.81 s per step in place of 1.08 s with 1.7
-        # M parameters on two CPU ranks. Skip the calls below if nothing changes, since FSDP goes
-        # through all modules for each.
+        # Reducing gradients only at the last micro-batch takes 0.81 s per step instead of 1.08 s
+        # with 1.7 M parameters on two CPU ranks. Skip the calls below if nothing changes, since
+        # FSDP visits all modules in each of them.
         if self._last is last:
             return
         self._last = last
@@ -336,7 +344,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _compiler_errors(compiled: bool) -> tuple[type[Exception], ...]:
-    """Return the exceptions that torch.compile itself raises, not the model it compiled."""
+    """Return the exceptions that come from torch.compile itself, not from the compiled model."""
     if not compiled:
         return ()
     from torch._dynamo.exc import TorchDynamoException
@@ -344,14 +352,14 @@ def _compiler_errors(compiled: bool) -> tuple[type[Exception], ...]:
     return (TorchDynamoException,)
 
 
-# Part of the free memory to use; the rest is for what comes later, such as the codes of an upload.
+# Fraction of the free memory to use; the rest is for later needs, such as encoding an upload.
 _MARGIN = 0.85
 
-# This many sequences of 1024 tokens fill any GPU. A block of data has about 300 sequences, so
-# larger micro-batches lose more of its end, and one larger than a block would train on nothing.
+# This many sequences of 1024 tokens fill any GPU. A data block has about 300 sequences: larger
+# micro-batches would waste more of its end, and one larger than a block would train on nothing.
 AUTO_AT_MOST = 32
 _CPU_AT_MOST = 16
-_BLOCK_LENGTH = 1024  # tokens of a sequence; a block has fewer sequences that are longer
+_BLOCK_LENGTH = 1024  # tokens per sequence; if sequences are longer, a block has fewer
 
 # Allow only a little rounding, since more sequences per inner step change the training itself.
 _EXCESS = 0.03
@@ -360,7 +368,7 @@ _EXCESS = 0.03
 def sizes_to_try(
     settings: TrainingSettings, world_size: int, device: torch.device
 ) -> tuple[list[int], str]:
-    """Return the sizes that ``auto`` may choose, 1, 2, 4, ..., and why there is none larger."""
+    """Return the sizes that ``auto`` may choose, 1, 2, 4, ..., and why no larger one is listed."""
     effective = settings.local_batch_size_train_effective
     most = min(AUTO_AT_MOST, AUTO_AT_MOST * _BLOCK_LENGTH // settings.sequence_length)
     sizes = [1]
@@ -370,7 +378,7 @@ def sizes_to_try(
             return sizes, "that is the effective batch"
         if size > most:
             return sizes, f"{size} would waste too much of each block of data"
-        # A larger size rounds up to at least as much, so no size is left out.
+        # A larger size would round up to at least as much, so no size is missed.
         plan = plan_batch(micro_batch=size, effective=effective, world_size=world_size)
         if plan.effective > effective * (1 + _EXCESS):
             return sizes, f"{size} would make the effective batch {plan.effective}"
@@ -382,11 +390,12 @@ def sizes_to_try(
 def find_micro_batch(
     seconds_of: Callable[[int], float | None], sizes: Sequence[int], first: int
 ) -> tuple[int, dict[int, float]]:
-    """Return the fastest of ``sizes`` that fits, 0 if none does, and sequences per second by size.
+    """Return the fastest of ``sizes`` that fits (0 if none does) and sequences per second by size.
 
-    ``seconds_of``: seconds of a sequence in micro-batches of a size; None: it does not fit. Each
-    trial compiles, so the search begins at ``first``, where memory is expected to end: down until
-    one fits, or up while a doubling gains 2 %, since one that gains less is not worth its memory.
+    ``seconds_of``: returns the seconds per sequence with micro-batches of a size, or None if it
+    does not fit. Each trial compiles, so the search begins at ``first``, the largest size that is
+    expected to fit. It goes down until a size fits, or up while each doubling gains at least 2 %;
+    a smaller gain is not worth the memory.
     """
     at = sizes.index(first)
     while (seconds := seconds_of(sizes[at])) is None:
@@ -407,12 +416,12 @@ def find_micro_batch(
 def measured_micro_batch(
     step: MicroBatches, settings: TrainingSettings, *, end_step: Callable[[], None]
 ) -> int:
-    """Return what an earlier start found for ``auto``, or the result of trying.
+    """Return the size that an earlier start found for ``auto``, or find one by trial.
 
-    All ranks call this; all return the same size. ``end_step``: norm and optimizer, on the
-    gradients of a trial. Raises torch.OutOfMemoryError if not even one sequence fits, or if a size
-    ran out of memory while other ranks continued: the next start knows what this one found. Raises
-    ConfigError if no other arrangement of memory is left.
+    All ranks call this, and it returns the same size on all of them. ``end_step``: runs the norm
+    and the optimizer on the gradients of a trial. Raises torch.OutOfMemoryError if not even one
+    sequence fits, or if a size ran out of memory while other ranks continued; the next start uses
+    what this one has found. Raises ConfigError if no other memory arrangement is left.
     """
     known, stream, device = step.known, step.stream, step.sharded.device
     sizes, why = sizes_to_try(settings, stream.world_size, device)
@@ -438,16 +447,15 @@ def measured_micro_batch(
         seconds: float | None = None
         with contextlib.suppress(torch.OutOfMemoryError):
             seconds = step.seconds_per_sequence(size, settings.sequence_length, end_step=end_step)
-        if seconds is None:  # the error is gone by now, whose frames held the activations
+        if seconds is None:  # the error, whose frames held the activations, is gone by now
             _free_memory()
-            if stream.world_size > 1:  # the others wait in a collective
+            if stream.world_size > 1:  # the other ranks are waiting in a collective
                 then = f"at most {known.ran_out(size)} are tried" if size > 1 else step.lower()
                 raise torch.OutOfMemoryError(
                     f"{size} sequences at once ran out of memory on rank {stream.rank}: the ranks "
                     f"start again, and {then}"
                 )
-        # Compare the reserved memory, not the memory in use: the pools of FSDP's streams share
-        # nothing.
+        # Compare the reserved memory, not the memory in use: FSDP's streams have separate pools.
         elif device.type == "cuda" and torch.cuda.max_memory_reserved(device) > room:
             seconds = None
         answers = [each for each in stream.all_gather(seconds) if each is not None]
@@ -461,13 +469,13 @@ def measured_micro_batch(
     step.say(
         f"--neuron.local_batch_size_train auto: {best} (sequences/s by micro-batch: {tried}; {why})"
     )
-    # One rank writes for each machine: the ranks of a machine share the file.
+    # One rank of each machine writes: the ranks of a machine share the file.
     if stream.layout.shard == 0:
         known.measured(best)
     return best
 
 
 def _free_memory() -> None:
-    gc.collect()  # Python 3.11.2 makes a cycle of an error that passes a @contextmanager
+    gc.collect()  # in Python 3.11.2 an error that passes through a @contextmanager is a cycle
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -1,17 +1,18 @@
 """Build the Hugging Face model as a rank computes it: names and shapes, attention, loss.
 
-It is built without memory from a ``config.json``; its parameters keep the names they have there.
+It is built from a ``config.json`` without allocating memory for weights; its parameters keep the
+names that transformers gives them.
 
-*Attention* is SDPA under a name of our own, ``sdpa_causal``, for which transformers makes no mask.
-A window shorter than the sequence is the one mask that is made here.
+*Attention* is SDPA, registered under our own name, ``sdpa_causal``, for which transformers makes no
+mask. The only mask that is made here is for a window that is shorter than the sequence.
 
-*The loss* is cross-entropy without the logits: computed for a chunk of tokens at a time, with its
-gradients. The logits of a micro-batch in float32 are its largest tensor by far (2 x 1024 tokens x
-128,000 words: 1 GiB, and as much again for their gradient). Here at most one chunk of them exists.
-The gradients with respect to hidden states and head are computed with the loss, so that backward
-only scales them: nothing is computed twice. Beyond its three products a chunk costs reading and
-writing logits. On a GPU that part is compiled into two kernels (:func:`fused_logit_gradient`);
-eagerly it takes a dozen.
+*The loss* is cross-entropy without storing all logits: loss and gradients are computed for one
+chunk of tokens at a time. The float32 logits of a micro-batch would be its largest tensor by far (2
+x 1024 tokens x 128,000 words: 1 GiB, and as much again for their gradient). Here at most one chunk
+of them exists. The gradients with respect to the hidden states and the head are computed together
+with the loss, so backward only scales them and nothing is computed twice. Apart from its three
+matrix products, each chunk reads and writes its logits. On a GPU that part is compiled into two
+kernels (:func:`fused_logit_gradient`); run eagerly it takes a dozen.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ from distributed_training.protocol.types import Schema
 from .copies import write_safetensors
 from .weights import load_weights
 
-# Keys of a config.json that an earlier edition has published, which are not the model's.
+# Keys in a config.json published by an earlier version that are not part of the model.
 CONFIG_EXTRAS = ("total_inner_steps", "total_tokens")
 
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
 class UnfitModelError(ConfigError):
-    """A ``config.json`` from which no model can be built, or trained here.
+    """A ``config.json`` from which no model can be built, or none that can be trained here.
 
-    A miner has that file from the global state, which no operator can fix: there it is a fault,
-    tried again.
+    A miner gets that file from the global state, which no operator can fix, so the miner treats it
+    as a fault and tries again.
     """
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without the prefixes of checkpointing and torch.compile."""
+    """Return a parameter's name without the prefixes of checkpointing, torch.compile and FSDP."""
     for prefix in _WRAPPER_PREFIXES:
         name = name.replace(prefix, "")
     return name
@@ -63,16 +64,16 @@ def plain_name(name: str) -> str:
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Put the parameters of modules built inside on the meta device, but not their buffers.
+    """Put the parameters, but not the buffers, of modules built inside on the meta device.
 
-    Buffers such as rotary frequencies are computed at construction and are in no checkpoint: on the
-    meta device they would be lost.
+    Buffers such as rotary frequencies are computed at construction and no checkpoint has them: on
+    the meta device they would be lost.
     """
     original = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         original(module, name, param)
-        # A parameter on the meta device is being tied, so keep its identity.
+        # A parameter that is already on the meta device is being tied, so keep its identity.
         if param is not None and not param.is_meta:
             module._parameters[name] = nn.Parameter(
                 param.detach().to("meta"), requires_grad=param.requires_grad
@@ -86,15 +87,15 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def of_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a published ``config.json`` that transformers has."""
+    """Return the entries of a published ``config.json`` that belong to transformers."""
     return {k: v for k, v in config.items() if k not in (*CONFIG_EXTRAS, MODEL_RULES)}
 
 
-_MOST_PARTS = 1000  # layers, heads, experts, labels: the largest models have 500
+_MOST_PARTS = 1000  # limit on layers, heads, experts and labels: the largest models have 500
 
 
 def hf_config(model_config: Mapping[str, Any]) -> Any:
-    """Return the transformers config object of a ``config.json`` content.
+    """Return the transformers config object for the content of a ``config.json``.
 
     Raises UnfitModelError.
     """
@@ -104,22 +105,22 @@ def hf_config(model_config: Mapping[str, Any]) -> Any:
     kind = content.pop("model_type", None)
     if not kind:
         raise UnfitModelError(
-            "config.json names no model_type, so no model can be built: fetch the global "
+            "config.json has no model_type, so no model can be built: fetch the global "
             "state again or check store.global_bucket"
         )
     for name, value in content.items():
-        # Layers are made one by one, and a file of a hundred bytes could ask for billions.
+        # Layers are created one by one, and a file of a hundred bytes could ask for billions.
         if name.startswith(("num_", "n_layer")) and isinstance(value, int) and value > _MOST_PARTS:
             raise UnfitModelError(
-                f"config.json asks for {reprlib.repr(value)} as {name:.40}, and {_MOST_PARTS} are "
-                "allowed, so no model was built: fetch the global state again or check "
+                f"config.json asks for {reprlib.repr(value)} as {name:.40}, but only {_MOST_PARTS} "
+                "are allowed, so no model was built: fetch the global state again or check "
                 "store.global_bucket"
             )
     try:
         return AutoConfig.for_model(kind, **content)
     except ValueError as error:
         raise UnfitModelError(
-            f"transformers knows no model_type {kind!r}, so no model can be built: "
+            f"transformers does not know model_type {kind!r}, so no model can be built: "
             "upgrade transformers or check store.global_bucket"
         ) from error
 
@@ -127,7 +128,7 @@ def hf_config(model_config: Mapping[str, Any]) -> Any:
 def build_meta_model(model_config: Mapping[str, Any]) -> nn.Module:
     """Build a model with parameters on the meta device (no memory) and real buffers.
 
-    Raises UnfitModelError for a model that would be computed otherwise here.
+    Raises UnfitModelError for a model that would be computed differently here.
     """
     with _parameters_on_meta():
         return kind_of(model_config).build(model_config)
@@ -136,32 +137,32 @@ def build_meta_model(model_config: Mapping[str, Any]) -> nn.Module:
 def build_causal_lm(
     model_config: Mapping[str, Any], dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """Build a Hugging Face causal model. Raises UnfitModelError as :func:`build_meta_model`."""
+    """Build a Hugging Face causal model. Raises UnfitModelError like :func:`build_meta_model`."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     try:
         config = hf_config(model_config)
-        # Refuse before building, since transformers refuses some in other words.
+        # Refuse these before building, since transformers refuses some with other messages.
         for name in _NO_ATTENTION:
             if getattr(config, name, None):
                 raise _unfit_attention(name)
-        # For its own "sdpa" transformers reads a value back at each forward to see whether
-        # sequences are packed, and so waits for everything that was queued. For a name without a
-        # mask function it makes no mask, and SDPA without a mask is causal.
+        # With its own "sdpa", transformers reads a value back at each forward to see whether
+        # sequences are packed, which waits for everything that is queued. For a name without a mask
+        # function it makes no mask, and SDPA is then called as causal.
         AttentionInterface.register(CAUSAL, sdpa_causal)
         model: nn.Module = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=CAUSAL
         )
     except ConfigError:
         raise
-    # Transformers checks some values, and raises any error for the others.
+    # Transformers checks some values; for others it may raise any error.
     except Exception as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())
         if "scaled_dot_product_attention" in why:
             kind = f"a part that SDPA lacks ({config.model_type!r}: sinks, soft caps or the like)"
             raise _unfit_attention(kind) from error
         raise UnfitModelError(
-            f"config.json has values that make no model ({why:.200}): correct it, or fetch the "
+            f"no model can be built from config.json ({why:.200}): correct its values, fetch the "
             "global state again or check store.global_bucket"
         ) from error
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
@@ -173,23 +174,23 @@ def build_causal_lm(
     if head is None or getattr(head, "bias", None) is not None or scaled:
         raise UnfitModelError(
             f"model_type {config.model_type!r} does not end in a plain linear head "
-            f"({', '.join(scaled) or 'bias or no head'}), which the chunked loss needs, so it "
+            f"({', '.join(scaled) or 'a bias or no head'}), which the chunked loss needs, so it "
             "cannot be trained here: use a Llama-like model"
         )
     return model
 
 
 def parameter_schema(model_config: Mapping[str, Any]) -> Schema:
-    """Return names and shapes of the trainable parameters, as members exchange them.
+    """Return the names and shapes of the trainable parameters, as members exchange them.
 
-    They are in state-dict order. Tied weights appear once, under the first of their names. Needs no
-    memory for weights.
+    They are in state-dict order. Tied weights appear once, under the first of their names. This
+    needs no memory for weights.
     """
     return schema_of(build_meta_model(model_config))
 
 
 def schema_of(model: nn.Module, *, frozen: bool = False) -> Schema:
-    """Return names and shapes of a model's trainable parameters, or of its ``frozen`` ones."""
+    """Return the names and shapes of a model's trainable parameters, or of its frozen ones."""
     return [
         (plain_name(name), tuple(parameter.shape))
         for name, parameter in model.named_parameters()
@@ -198,13 +199,13 @@ def schema_of(model: nn.Module, *, frozen: bool = False) -> Schema:
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Count a model's parameters, and those of them that are trained."""
+    """Count a model's parameters: all of them, and the trained ones."""
     each = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return sum(count for count, _ in each), sum(count for count, trained in each if trained)
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return the other names of tied parameters, each with the first one of its parameter."""
+    """Return the other names of tied parameters, each mapped to the parameter's first name."""
     first: dict[nn.Parameter, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     pairs = [(plain_name(name), first.setdefault(p, plain_name(name))) for name, p in named]
@@ -212,9 +213,9 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def train_only(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze all parameters but those whose names match one of ``patterns`` (see fnmatch).
+    """Freeze all parameters except those whose names match one of ``patterns`` (see fnmatch).
 
-    Raises UnfitModelError for a pattern that matches none, and for tied names of which only one is
+    Raises UnfitModelError for a pattern that matches no name, and if only one of two tied names is
     matched.
     """
     tied, unused = tied_names(model), {*patterns}
@@ -227,21 +228,21 @@ def train_only(model: nn.Module, patterns: Sequence[str]) -> None:
         if matched[name] != matched.get(other := tied.get(name, name), matched[name]):
             raise UnfitModelError(
                 f"{name} and {other} are one tensor in this model and model.trainable names only "
-                "one of them, so it is not known whether it is trained: name both or neither"
+                "one of them, so it is unclear whether to train it: name both or neither"
             )
         parameter.requires_grad_(matched[name])
     if unused:
         raise UnfitModelError(
             f"model.trainable has {min(unused)!r:.100}, which no parameter's name matches, so it "
-            "is not known what is trained: correct it"
+            "is unclear what to train: correct that pattern"
         )
 
 
 def initial_weights(
     model_config: Mapping[str, Any], *, seed: int, frozen: bool = False
 ) -> list[Tensor]:
-    """Draw float32 weights in schema order, the same for one seed; or the ``frozen`` ones."""
-    # Without a list torch would also save each GPU's generator, and start CUDA for it.
+    """Draw float32 weights from ``seed``, in schema order; ``frozen``: for frozen parameters."""
+    # Without the empty list torch would also save each GPU's generator, and start CUDA for that.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = kind_of(model_config).build(model_config)
@@ -252,24 +253,23 @@ def initial_weights(
 def blocks_of(model: nn.Module) -> nn.ModuleList:
     """Return the decoder layers.
 
-    Raises UnfitModelError if there are none where Llamas have them.
+    Raises UnfitModelError if they are not where a Llama has them.
     """
     layers = getattr(model.get_decoder(), "layers", None)  # type: ignore[operator]
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
         lists = (name for name, found in model.named_modules() if isinstance(found, nn.ModuleList))
         place = f"has its decoder layers in {found}" if (found := next(lists, "")) else "has none"
         raise UnfitModelError(
-            f"model {type(model).__name__} {place} and no list 'layers' of decoder layers as "
-            "Llamas have, so it cannot be sharded: use a Llama-like model"
+            f"model {type(model).__name__} {place} and has no list 'layers' of decoder layers "
+            "like a Llama's, so it cannot be sharded: use a Llama-like model"
         )
     return layers
 
 
 # --- attention -----------------------------------------------------------------------------------
 
-CAUSAL = "sdpa_causal"  # the name of our attention in transformers
-#: Arguments that a model may pass to its attention without changing the result for packed
-#: sequences.
+CAUSAL = "sdpa_causal"  # the name of our attention function in transformers
+#: Arguments of an attention function that do not change the result for packed sequences.
 _HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "return_dict"}
 _NO_ATTENTION = ("attn_logit_softcapping", "attention_chunk_size", "use_bidirectional_attention")
 
@@ -284,9 +284,9 @@ def sdpa_causal(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention as transformers' "sdpa" does, without a mask, which it takes for causal.
+    """Compute attention like transformers' "sdpa" without a mask, which means causal attention.
 
-    Raises UnfitModelError for an option that would be another computation.
+    Raises UnfitModelError for an option that would change the computation.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -297,7 +297,7 @@ def sdpa_causal(
         if name != "sliding_window":
             raise _unfit_attention(name)
         if option < length:
-            # Each position sees as many as the window has: itself and those before it.
+            # Each position sees as many positions as the window has: itself and the ones before.
             seen = torch.ones(length, length, dtype=torch.bool, device=query.device)
             attention_mask = seen.tril().triu(1 - option)
     mixed: tuple[Tensor, None] = sdpa_attention_forward(
@@ -308,13 +308,13 @@ def sdpa_causal(
 
 def _unfit_attention(name: str) -> UnfitModelError:
     return UnfitModelError(
-        f"the model's attention has {name}, which is not computed here, so it would be another "
-        "model than its config.json says: use a Llama-like model without it"
+        f"the model's attention has {name}, which is not computed here, so it would not be the "
+        "model that its config.json describes: use a Llama-like model without it"
     )
 
 
 def attention_line(config: Any, device: torch.device, dtype: torch.dtype, length: int) -> str:
-    """Describe which of PyTorch's SDPA kernels runs, and the reason if it is a slow one."""
+    """Name the SDPA kernel that PyTorch will run, and the reason if it is a slow one."""
     from torch.nn.attention import SDPBackend
 
     if device.type != "cuda":
@@ -332,32 +332,32 @@ def attention_line(config: Any, device: torch.device, dtype: torch.dtype, length
     window = getattr(config, "sliding_window", None)
     if window and window < length:
         return (
-            f"Attention: SDPA, with a mask where a layer has its window of {window} tokens, for "
+            f"Attention: SDPA, with a mask in layers that have the window of {window} tokens, for "
             "which there is no flash kernel"
         )
     if name in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
         return f"Attention: SDPA, {name.partition('_')[0].lower()} kernel"
     return (
-        f"Attention: SDPA, {name.lower()} kernel: flash attention does not take {dtype} with "
+        f"Attention: SDPA, {name.lower()} kernel: no flash attention for {dtype} with "
         f"head_dim {width} on this GPU"
     )
 
 
 # --- loss ----------------------------------------------------------------------------------------
 
-#: (rows, words) logits, (rows, 1) labels -> summed float32 loss, and its gradient in their dtype.
+#: (rows, words) logits, (rows, 1) labels -> summed float32 loss, gradient in the logits' dtype.
 LogitGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def _summed_loss(wide: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return the summed loss of float32 logits, and the logarithm of each row's normalizer."""
-    # Compute it in float32, since a sum over 128,000 words in bf16 loses all small terms.
+    # The logits are float32, since a bf16 sum over 128,000 words would lose all small terms.
     log_norm = torch.logsumexp(wide, dim=1, keepdim=True)
     return (log_norm - wide.gather(1, target)).sum(), log_norm
 
 
 def logit_gradient(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return loss and gradient eagerly, with few temporaries."""
+    """Return the loss and the gradient, computed eagerly with few temporaries."""
     wide = logits.float()
     loss, log_norm = _summed_loss(wide, target)
     # d loss / d logits = softmax - one-hot
@@ -367,7 +367,7 @@ def logit_gradient(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fused_logit_gradient(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return loss and gradient in a form to compile: nothing in place, so that it fuses."""
+    """Return the loss and the gradient, without in-place operations so that torch can fuse them."""
     wide = logits.float()
     loss, log_norm = _summed_loss(wide, target)
     words = torch.arange(logits.shape[1], device=logits.device)
@@ -388,7 +388,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if with_grad else None
-        # Keep sums over chunks in float32, since bf16 would round late chunks away.
+        # Keep the sums over chunks in float32, since bf16 would round late chunks away.
         grad_weight: Tensor | None = None
         for start in range(0, hidden.shape[0], rows):
             part = hidden[start : start + rows]
@@ -398,7 +398,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 total += _summed_loss(logits.float(), target)[0]
                 continue
             loss, low = of_logits(logits, target)
-            # Drop the logits before the two products below, which take the most memory of this
+            # Drop the logits before the two products below, which take the most memory in this
             # loop.
             del logits
             total += loss
@@ -420,7 +420,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         (scale,) = grads
-        # Forward has computed both gradients with the loss, since the logits are gone by now.
+        # Forward has computed both gradients together with the loss: the logits are gone by now.
         made = (None if each is None else each * scale for each in ctx.saved_tensors)
         return (*made, None, None, None, None)
 
@@ -433,17 +433,17 @@ def linear_cross_entropy(
     chunk: int = LOSS_CHUNK,
     of_logits: LogitGradient = logit_gradient,
 ) -> Tensor:
-    """Sum over tokens of the cross-entropy of ``hidden @ weight.T`` against ``labels``, in nats.
+    """Sum the cross-entropy of ``hidden @ weight.T`` against ``labels`` over all tokens, in nats.
 
     ``hidden`` (tokens, width), ``weight`` (words, width) of the same dtype, ``labels`` (tokens,)
-    int64. Returns a float32 scalar. Softmax and sums are float32 whatever the dtype. There is no
-    ignored label: sequences are packed, every token counts. ``chunk``: float32 logits alive at
-    once.
+    int64. Returns a float32 scalar. Softmax and sums are float32 whatever the dtype. No label is
+    ignored: sequences are packed, so every token counts. ``chunk``: how many float32 logits may
+    exist at once.
     """
     tokens = hidden.shape[0]
     most = max(1, chunk // weight.shape[0])
     rows = max(1, math.ceil(tokens / max(1, math.ceil(tokens / most))))  # chunks of equal length
-    # A Function's forward also runs under no_grad, and an evaluation must not pay for gradients.
+    # A Function's forward also runs under no_grad, where computing gradients would be wasted.
     with_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return _LinearCrossEntropy.apply(hidden, weight, labels, rows, with_grad, of_logits)
 
@@ -451,7 +451,8 @@ def linear_cross_entropy(
 class ModelWithLoss(nn.Module):
     """A model and its loss as one module, so that FSDP's root covers both.
 
-    ``forward(batch)``: a batch of ``kind`` -> the summed loss, a float32 scalar, and its count.
+    ``forward(batch)``: a batch of ``kind`` -> the summed loss, a float32 scalar, and the number of
+    predictions in it.
     """
 
     def __init__(self, kind: ModelKind, model: nn.Module) -> None:
@@ -468,46 +469,46 @@ class ModelWithLoss(nn.Module):
 class ModelKind:
     """A model, its batches and its loss, for the trainer, the judge, the export and the plan.
 
-    A kind is one class with the three methods ``build``, ``batch`` and ``loss``, and one line,
-    ``MODELS.register(name, Class)``.
+    To add a kind, write one class with the three methods ``build``, ``batch`` and ``loss``, and one
+    line, ``MODELS.register(name, Class)``.
     """
 
-    #: Packages that compute the model; manifests record their versions.
+    #: Packages that the model is computed with; manifests record their versions.
     libraries: tuple[str, ...] = ()
 
     def build(self, config: Mapping[str, Any]) -> nn.Module:
-        """Return the model of a ``config.json``, its trained parameters in float32.
+        """Return the model that a ``config.json`` describes, with trained parameters in float32.
 
-        ``requires_grad`` of its parameters says which are exchanged, in the order of
-        ``named_parameters()``. Without values, call :func:`build_meta_model`. Raises
-        UnfitModelError.
+        The parameters with ``requires_grad`` are exchanged, in the order of
+        ``named_parameters()``. To get a model without values, call :func:`build_meta_model`.
+        Raises UnfitModelError.
         """
         raise NotImplementedError
 
     def batch(self, rows: Tensor) -> Any:
-        """Return what the loss takes of ``rows``, int64 ``(sequences, length)`` on the device."""
+        """Return the loss's input for ``rows``, int64 ``(sequences, length)`` on the device."""
         return rows
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
-        """Return the sum of the loss, a float32 scalar, and how many predictions it adds up."""
+        """Return the summed loss, a float32 scalar, and the number of predictions in it."""
         raise NotImplementedError
 
     def compile(self, on: bool) -> None:
-        """Compile parts of the loss from here on, or none of it. A kind may ignore it."""
+        """Compile parts of the loss from now on, or stop doing so. A kind may ignore this."""
 
     def saved_name(self, name: str) -> str:
-        """Return the name that a parameter has in the files of the library that it comes from."""
+        """Return a parameter's name in the files that the model's library writes."""
         return name
 
     def differs(
         self, network: nn.Module, model: nn.Module, named: Mapping[str, nn.Parameter]
     ) -> str:
-        """Return how a script's ``model`` of the same tensors computes otherwise, or nothing.
+        """Return how a script's ``model`` with the same tensors computes differently, or "".
 
         Args:
             network: The network's model, on the meta device.
-            model: The script's.
-            named: The script's parameters by the network's names.
+            model: The script's model.
+            named: The script's parameters, keyed by the network's names.
         """
         del network, model, named
         return ""
@@ -520,13 +521,13 @@ class ModelKind:
         *,
         merge: bool,
     ) -> None:
-        """Write the model's tensors, which are in ``files``, and its configuration to ``folder``.
+        """Write the model's tensors, read from ``files``, and its configuration to ``folder``.
 
-        ``merge``: write one whole model, even if a part is enough. Raises OSError, ValueError.
+        ``merge``: write the whole model, even if a part is enough. Raises OSError, ValueError.
         """
         del merge
         each = [(source, entry) for source, schema in files for entry in schema]
-        # Load one at a time, since together they may fill the memory.
+        # Load one tensor at a time, since all together may not fit into memory.
         tensors = (load_weights(source, [entry])[0] for source, entry in each)
         entries = [(name, torch.float32, shape) for _, (name, shape) in each]
         path, metadata = folder / keys.MODEL, keys.SAFETENSORS_METADATA
@@ -534,29 +535,29 @@ class ModelKind:
         write_config(folder, config)
 
 
-#: Creates a kind of model, by its name in a network's file.
+#: Model kinds, keyed by their names in a network's file.
 MODELS: Kinds[Callable[[], ModelKind]] = Kinds("kind of model")
 CAUSAL_LM = "causal-lm"
 
 
 def kind_of(model_config: Mapping[str, Any]) -> ModelKind:
-    """Return the kind of model that a ``config.json`` is of. Raises UnknownKindError."""
-    # That module registers itself and derives from a class of this one, so it cannot be imported
-    # above.
+    """Return the kind of model that a ``config.json`` describes. Raises UnknownKindError."""
+    # The module ``lora`` registers itself and derives from a class in this module, so it cannot be
+    # imported above.
     importlib.import_module(f"{__package__}.lora")
     return MODELS[(model_config.get(MODEL_RULES) or {}).get("kind", CAUSAL_LM)]()
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write ``config.json`` of a model whose weights are written in float32. Raises OSError."""
+    """Write the ``config.json`` for a model whose weights are in float32. Raises OSError."""
     content = of_transformers(config)
-    # The dtype of these weights: the model with which the network began may have had another.
+    # Set the dtype of these weights: the model that the network began with may have had another.
     content |= dict.fromkeys({"dtype", "torch_dtype"} & content.keys(), "float32")
     write_json(folder / keys.CONFIG, content)
 
 
 class CausalLM(ModelKind):
-    """A causal language model of transformers: predicts each token of a sequence but the first."""
+    """A causal language model of transformers, which predicts every token after the first."""
 
     def __init__(self) -> None:
         self.of_logits: LogitGradient = logit_gradient
@@ -569,8 +570,8 @@ class CausalLM(ModelKind):
 
     def loss(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
         decoder: Any = model.get_decoder()  # type: ignore[operator]
-        # Call only the decoder, since the model's own forward would compute all logits. Use no
-        # cache: it is for generation, and would hold every block's keys and values.
+        # Call only the decoder, since the model's own forward would compute all logits. Do not use
+        # the cache: it is meant for generation, and would hold every block's keys and values.
         hidden = decoder(input_ids=batch, use_cache=False).last_hidden_state
         labels = batch[:, 1:].reshape(-1)
         total = linear_cross_entropy(
@@ -583,7 +584,7 @@ class CausalLM(ModelKind):
         return total, labels.numel()
 
     def compile(self, on: bool) -> None:
-        """Compile the part of the loss between its products, or compute it eagerly."""
+        """Compile the part of the loss between its matrix products, or run that part eagerly."""
         self.of_logits = logit_gradient
         if on:
             self.of_logits = torch.compile(fused_logit_gradient, dynamic=False)
@@ -591,7 +592,7 @@ class CausalLM(ModelKind):
 
 @functools.cache
 def _chunk_of(device: torch.device) -> int:
-    """Return the float32 logits alive at once on a device."""
+    """Return how many float32 logits may exist at once on a device."""
     cuda = device.type == "cuda"
     return loss_chunk(torch.cuda.get_device_properties(device).total_memory if cuda else None)
 

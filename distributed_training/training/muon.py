@@ -1,16 +1,18 @@
-"""Muon: the inner optimizer of whole matrices, of which each rank keeps rows.
+"""Muon: the inner optimizer for whole matrices, of which each rank keeps some rows.
 
-Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) takes the momentum of a matrix
-to the nearest orthogonal one by five Newton-Schulz steps, so that it moves in all directions alike.
-The length of the step is made AdamW's, times 0.2 sqrt(larger side) (Liu et al. 2025, arXiv
-2502.16982), so the learning rate and the weight decay have the same scale as for AdamW, which steps
-every parameter that is not a matrix of a decoder layer.
+Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) replaces a matrix's momentum
+with the nearest orthogonal matrix, found by five Newton-Schulz steps, so that the weights move
+equally far in all directions. Multiplying by 0.2 sqrt(larger side) gives the step about the same
+length as AdamW's (Liu et al. 2025, arXiv 2502.16982). So the learning rate and the weight decay
+have the same scale as for AdamW, which steps every parameter that is not a matrix of a decoder
+layer.
 
-The momentum is kept in rows, as the weights are. For a step each of W ranks gets every W-th
-matrix's direction whole, from the rows of all, and sends back the rows of what came out. The next W
-travel while these are computed. A rank without rows of a matrix takes part as well. If machines
-hold copies of the model, the first one's ranks compute, and the others get the very bits from them:
-other cards would round in another way, and the copies drift apart.
+The momentum is kept in rows, like the weights. In a step each of the W ranks gets the whole
+direction of every W-th matrix from the rows of all ranks, and sends back the rows of the result.
+While these are being computed, the next W matrices are sent. Ranks without rows of a matrix take
+part as well. If several machines hold copies of the model, only the first machine's ranks compute,
+and the others get the result from them: other GPUs might round differently, and the copies would
+drift apart.
 """
 
 from __future__ import annotations
@@ -30,15 +32,15 @@ from .collectives import row_range
 MOMENTUM = 0.95
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
-#: Values, and the work after which they are there (None: they are there already).
+#: Values, and the pending transfer that delivers them (None: they have already arrived).
 Arriving = tuple[Tensor, dist.Work | None]
 
 
 class MatrixRows(nn.Parameter):
     """This rank's rows of a matrix of a decoder layer.
 
-    ``whole``: the matrix's shape. ``mesh``: the mesh (copies, shards), or of shards only, over
-    which the rows are spread; None: this rank has all of them.
+    ``whole``: the matrix's shape. ``mesh``: the mesh that the rows are spread over, with the
+    dimensions (copies, shards) or only (shards); None: this rank has all rows.
     """
 
     whole: tuple[int, ...]
@@ -52,7 +54,7 @@ class MatrixRows(nn.Parameter):
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Return nearly the orthogonal matrices next to ``(..., rows, columns)``."""
+    """Return approximately the nearest orthogonal matrices to ``(..., rows, columns)``."""
     a, b, c = _NEWTON_SCHULZ
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
@@ -74,7 +76,7 @@ class Muon(torch.optim.Optimizer):
             parameters, {"lr": 0.0, "momentum": MOMENTUM, "weight_decay": weight_decay}
         )
         mesh = parameters[0].mesh
-        # bf16, as its authors compute it; a CPU may have no products in bf16.
+        # Use bf16 like Muon's authors, except on a CPU, which may not have bf16 products.
         device = parameters[0].device
         self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._shards = 1 if mesh is None else mesh.size(mesh.ndim - 1)
@@ -90,8 +92,8 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         (group,) = self.param_groups
         matrices = group["params"]
-        # Send all matrices of a window at once, the n-th to the n-th rank. On all ranks the
-        # collectives have the order of the matrices.
+        # Send all matrices of a window at once, the n-th to the n-th rank. All ranks run the
+        # collectives in the order of the matrices.
         windows = [
             matrices[first : first + self._shards]
             for first in range(0, len(matrices), self._shards)
@@ -110,7 +112,7 @@ class Muon(torch.optim.Optimizer):
         self._apply(*before)
 
     def _gather(self, window: Sequence[MatrixRows], momentum: float) -> Arriving:
-        """Begin to collect the direction of this rank's matrix in ``window``."""
+        """Start gathering the direction of this rank's matrix in ``window``."""
         directions = []
         for rows in window:
             assert rows.grad is not None
@@ -121,11 +123,11 @@ class Muon(torch.optim.Optimizer):
             directions.append(rows.grad.lerp(kept, momentum).to(self._dtype).flatten())
         flat = torch.cat(directions)
         if self._copy > 0:
-            return flat.new_empty(0), None  # the first copy has the same rows, and computes
+            return flat.new_empty(0), None  # the first copy has the same rows and computes instead
         return self._exchange(flat, self._own(window), self._parts(window))
 
     def _scatter(self, window: Sequence[MatrixRows], arriving: Arriving) -> Arriving:
-        """Make this rank's matrix orthogonal; begin to send its rows to those that have them."""
+        """Orthogonalize this rank's matrix, and start sending its rows to their owners."""
         flat, work = arriving
         if work is not None:
             work.wait()
@@ -158,12 +160,12 @@ class Muon(torch.optim.Optimizer):
         return out, work
 
     def _own(self, window: Sequence[MatrixRows]) -> list[int]:
-        """Count this rank's values of each rank's matrix in ``window``."""
+        """Count the values that this rank has of each rank's matrix in ``window``."""
         own = [rows.numel() for rows in window]
         return own + [0] * (self._shards - len(own))
 
     def _parts(self, window: Sequence[MatrixRows]) -> list[int]:
-        """Count each rank's values of this rank's matrix in ``window``; zeros if it has none."""
+        """Count the values that each rank has of this rank's matrix in ``window``, if any."""
         if self._shard >= len(window):
             return [0] * self._shards
         rows, *columns = window[self._shard].whole

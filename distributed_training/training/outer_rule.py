@@ -1,14 +1,15 @@
-"""The home of outer rules: how uploads become the update of an outer step.
+"""Outer rules: how uploads become the update of an outer step.
 
-A rule has up to five parts (:class:`OuterRule`). What members send of their movement is one, and
-what they keep of the rest for the next upload is another. Then there is which members average with
-each other, how the uploads that are merged become one pseudo-gradient, and the step along it. The
+A rule has up to five parts (:class:`OuterRule`). It decides what members send of their movement and
+how much of the rest they keep for the next upload. It also decides which members average with each
+other, how the merged uploads become one pseudo-gradient, and what step is taken along it. The
 public network's rule has only a step: SGD with Nesterov momentum.
 
-Another one is an ``OuterRule`` and one line, ``OUTER_RULES.register(name, rule)``, in a module that
-``--plugins`` names. Miners and validators of a network must have the same: each computes the new
-weights itself, and their bits must agree. So a rule works in float32 on the CPU: its step on each
-element only, its choice and its merge on each row only, since a rank or a block holds some rows.
+To add a rule, write an ``OuterRule`` and one line, ``OUTER_RULES.register(name, rule)``, in a
+module that ``--plugins`` names. All miners and validators of a network must have the same rule:
+each computes the new weights itself, and the results must be bit-identical. So a rule works in
+float32 on the CPU. Since a rank or a block holds only some of the rows, the step must treat each
+element independently, and select and merge must treat each row independently.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from distributed_training.protocol.types import UPDATE_CODEC
 
 
 class OuterStepOf(Protocol):
-    """One step along ``grad``: return new ``(param, state)``, inputs untouched and not in them.
+    """One step along ``grad``: return a new ``(param, state)``.
 
-    ``state`` is one float32 tensor of the parameter's shape, None before the first step, which the
-    validator keeps. ``lr`` and ``mu`` are the network's outer learning rate and momentum.
+    The inputs must stay unchanged, and the results must not share their memory. ``state`` is a
+    float32 tensor of the parameter's shape that the validator keeps, None before the first step.
+    ``lr`` and ``mu`` are the network's outer learning rate and momentum.
     """
 
     def __call__(
@@ -46,11 +48,11 @@ class OuterStepOf(Protocol):
 
 @dataclass(frozen=True)
 class UploadFacts:
-    """The facts of an upload that a rule merges; the manifest names them for replays.
+    """Facts about an upload for a rule that merges it; the manifest lists them for replays.
 
     Attributes:
-        tokens: Tokens on which it was trained, as its member's file says.
-        norm: Euclidean norm of all its values, before it was clipped.
+        tokens: Number of tokens that it was trained on, according to the member's file.
+        norm: Euclidean norm of all its values, before clipping.
         gain: Nats per token by which it lowers the loss on text, as the judge measured.
     """
 
@@ -63,21 +65,22 @@ class UploadFacts:
 class OuterRule:
     """Says how uploads become an update.
 
-    Whatever a part raises becomes a ConfigError, one line that names rule and part.
+    An error in any part is raised as a ConfigError with one line that names the rule and the part.
 
     Args:
         step: Computes new weights from a group's mean weights at the start and its mean
             pseudo-gradient, both float32 on the CPU.
-        select: Takes rows ``(r, c)`` that a member would upload; returns what it sends: new rows of
-            that shape, zeros for the rest. None: all of it. What is not sent is its residual.
-        feedback: Share of the residual that the next upload takes.
-        groups: Takes the number of members at an outer step; returns the groups that average, by
-            members' numbers. None: all together. In groups members' weights differ, so a network,
-            which publishes one update for all, refuses the rule; ``examples/compare.py`` compares
-            it.
-        merge: Takes new float32 rows ``(members, r, c)`` of the uploads that are merged, clipped
-            and in the order of their uids, and their facts in the same order. It returns the rows
-            ``(r, c)`` of the pseudo-gradient that ``step`` gets. None: their mean.
+        select: Takes the rows ``(r, c)`` that a member could upload, and returns what it sends: new
+            rows of that shape, with zeros for the rest. What is not sent is the member's residual.
+            None: everything is sent.
+        feedback: Share of the residual that is added to the next upload.
+        groups: Takes the number of members and the outer step, and returns the groups that average
+            among themselves, as lists of members' numbers. None: all members average together. With
+            groups the members' weights differ, but a network publishes one update for all. So
+            networks refuse such a rule; ``examples/compare.py`` can compare it.
+        merge: Takes new float32 rows ``(members, r, c)`` of the merged uploads, clipped and in uid
+            order, and their facts in the same order. It returns the rows ``(r, c)`` of the
+            pseudo-gradient that ``step`` gets. None: their mean.
 
     Examples:
         >>> rule = OuterRule(nesterov_sgd, feedback=0.5)
@@ -105,11 +108,11 @@ class OuterRule:
         return next((name for name in OUTER_RULES if OUTER_RULES[name] is self), "without a name")
 
     def merge_rows(self, rows: Tensor, facts: Sequence[UploadFacts]) -> Tensor:
-        """Return what ``merge`` makes of a block of rows. Raises ConfigError.
+        """Merge a block of rows and check the result. Raises ConfigError.
 
         Args:
             rows: ``(members, r, c)``, float32 on the CPU.
-            facts: The facts of each member's upload, in this order.
+            facts: Facts about each member's upload, in the same order.
         """
         assert self.merge is not None
         wanted = rows.shape[1:]
@@ -119,7 +122,7 @@ class OuterRule:
             or (found.shape, found.dtype) != (wanted, rows.dtype)
             or not found.isfinite().all()
         ):
-            raise _failed(self, "merge", "it returns other rows than finite float32 ones")
+            raise _failed(self, "merge", "it does not return finite float32 rows")
         return found
 
 
@@ -130,15 +133,15 @@ def _call(
         return function(*given, **rates)
     except (ConfigError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # a plug-in's code may raise anything
+    except Exception as error:  # plug-in code may raise anything
         text = "".join(filter(str.isprintable, str(error).partition("\n")[0]))
         raise _failed(rule, part, f"{type(error).__name__}: {text:.300}") from error
 
 
 def _failed(rule: OuterRule, part: str, why: str) -> ConfigError:
     return ConfigError(
-        f"the outer rule {rule._name!r} fails in its {part} ({why}), so nothing can be trained by "
-        "it: correct that function, or choose another training.outer_rule"
+        f"the outer rule {rule._name!r} fails in its {part} ({why}), so nothing can be trained "
+        "with it: correct that function, or choose another training.outer_rule"
     )
 
 
@@ -155,16 +158,17 @@ def nesterov_sgd(
     lr: float,
     mu: float,
 ) -> tuple[Tensor, Tensor]:
-    """Take one SGD step with Nesterov momentum: new ``(param, momentum)``, inputs untouched.
+    """Take one SGD step with Nesterov momentum; return a new ``(param, momentum)``.
 
-    float32 CPU tensors of one shape. ``state`` is the momentum; None means that there was no step
-    yet. The bits are those of ``torch.optim.SGD(lr=lr, momentum=mu, nesterov=True)``: elementwise,
-    so a shard gives the same bits as the whole tensor.
+    All are float32 CPU tensors of the same shape; the inputs stay unchanged. ``state`` is the
+    momentum, or None before the first step. The result is bit-identical to that of
+    ``torch.optim.SGD(lr=lr, momentum=mu, nesterov=True)``. The step is elementwise, so a shard
+    gives the same bits as the whole tensor.
     """
     # Clone it, since the average may be in hivemind's memory, which the next round overwrites.
     new_momentum = grad.clone() if state is None else state.mul(mu).add_(grad)
     update = grad.add(new_momentum, alpha=mu)
-    # Write into ``update``, or every round would have a third tensor for each parameter in host
+    # Write into ``update``; otherwise every round would need a third tensor per parameter in host
     # memory.
     return torch.add(param, update, alpha=-lr, out=update), new_momentum
 
@@ -174,7 +178,7 @@ OUTER_RULES.register("nesterov", NESTEROV)
 
 
 def find_rule(text: str) -> str:
-    """Return the name of the rule that ``text`` names, or that a file of that path registers.
+    """Return the name of an outer rule; ``text`` is the name, or the path of a file with the rule.
 
     Raises ConfigError.
     """
@@ -183,8 +187,8 @@ def find_rule(text: str) -> str:
         choose_kind(OUTER_RULES, text, key="the outer rule")
         return text
     if not path.is_file():
-        raise ConfigError(f"there is no file {text}, so nothing was started: give the rule's file")
-    # Put the folder last, so that no file in it takes the place of a library.
+        raise ConfigError(f"there is no file {text}, so nothing was started: name the rule's file")
+    # Append the folder at the end, so that no file in it can shadow a library.
     sys.path.append(os.path.dirname(path.absolute()))
     try:
         import_plugins([path.stem])
@@ -193,8 +197,8 @@ def find_rule(text: str) -> str:
     found = set(OUTER_RULES) - before
     if len(found) != 1:
         raise ConfigError(
-            f"{text} registers {len(found)} new outer rules and not one, so nothing was started: "
-            "give it a line OUTER_RULES.register(name, rule), and a name that no library has"
+            f"{text} registers {len(found)} new outer rules, not one, so nothing was started: add "
+            "one line OUTER_RULES.register(name, rule), and choose a file name that no library has"
         )
     return found.pop()
 
@@ -202,11 +206,11 @@ def find_rule(text: str) -> str:
 def outer_rule_of(
     settings: TrainingSettings, exchange: str | None = "store", *, codec: str = UPDATE_CODEC
 ) -> OuterRule:
-    """Return the network's outer rule, after calls with small tensors have shown that it works.
+    """Return the network's outer rule, after checking with small tensors that it works.
 
-    ``exchange``: the network's, hivemind or store; None: it is for no network. ``codec``: the codec
-    of its uploads. Raises ConfigError for an unknown name, for a rule that breaks
-    :class:`OuterRule`, and for one that such a network cannot have.
+    ``exchange``: the network's exchange, hivemind or store; None: the rule is not for a network.
+    ``codec``: the codec of the network's uploads. Raises ConfigError for an unknown name, for a
+    rule that does not keep to :class:`OuterRule`, and for one that such a network cannot use.
     """
     name = settings.outer_rule
     rule = choose_kind(OUTER_RULES, name, key="training.outer_rule")
@@ -221,7 +225,7 @@ def outer_rule_of(
 
 
 def rule_of_network(config: Config) -> OuterRule:
-    """Return the outer rule of a network, as :func:`outer_rule_of`. Raises ConfigError."""
+    """Return a network's outer rule; see :func:`outer_rule_of`. Raises ConfigError."""
     return outer_rule_of(config.training, config.rounds.exchange, codec=config.rounds.codec)
 
 
@@ -231,13 +235,13 @@ def _refuse_network(rule: OuterRule, exchange: str | None, codec: str) -> str:
     uploads = choose_kind(CODECS, codec, key="round.codec")
     if rule.groups is not None:
         return (
-            "lets members average in groups, so that their weights differ, and all members of a "
-            "network have the same (examples/compare.py compares it with others)"
+            "lets members average in groups, so that their weights differ, but all members of a "
+            "network have the same (examples/compare.py can compare it with others)"
         )
     if rule.merge is not None and exchange != "store":
-        return "merges the uploads of members, and over hivemind peers average among themselves"
+        return "merges members' uploads, but over hivemind peers average among themselves"
     if rule.select is not None and not uploads.has_zero:
-        return f"sends zeros, which the codec {codec!r} of uploads has not ({UPDATE_CODEC!r} has)"
+        return f"sends zeros, which the uploads' codec {codec!r} lacks ({UPDATE_CODEC!r} has them)"
     return ""
 
 
@@ -249,13 +253,13 @@ def _try_step(step: OuterStepOf, settings: TrainingSettings) -> str:
         before = [t.clone() for t in given]
         found = step(param, grad, state, **rates)
         if not (isinstance(found, tuple) and len(found) == 2 and _are_tensors(*found)):
-            return "returns from its step no pair of tensors (param, state)"
+            return "does not return a pair of tensors (param, state) from its step"
         new, kept = found
         lower = step(param[1:], grad[1:], None if state is None else state[1:], **rates)
         if any((t.shape, t.dtype) != (param.shape, param.dtype) for t in (new, kept)):
-            return "returns other tensors than float32 ones of the parameter's shape"
+            return "does not return float32 tensors of the parameter's shape"
         if not all(map(torch.equal, given, before)):
-            return "changes what it is given"
+            return "changes its inputs in place"
         if grad.untyped_storage().data_ptr() in (
             new.untyped_storage().data_ptr(),
             kept.untyped_storage().data_ptr(),
@@ -263,7 +267,7 @@ def _try_step(step: OuterStepOf, settings: TrainingSettings) -> str:
             # The average may be in hivemind's memory, which the next round overwrites.
             return "returns the average itself instead of a copy"
         if not (torch.allclose(lower[0], new[1:]) and torch.allclose(lower[1], kept[1:])):
-            return "moves each row by what is in other rows, which other ranks may have"
+            return "moves a row depending on other rows, which other ranks may have"
         param, state = new, kept
     return ""
 
@@ -274,18 +278,18 @@ def _are_tensors(*found: object) -> bool:
 
 def _try_select(rule: OuterRule) -> str:
     if not isinstance(rule.feedback, int | float) or not 0 <= rule.feedback <= 1:
-        return f"keeps {rule.feedback} of the residual, which is no share of it"
+        return f"keeps {rule.feedback} of the residual, but a share is from 0 to 1"
     if rule.select is None:
         return ""
-    rows = torch.arange(24.0).view(3, 8).sub_(9.25)  # no row has two values of one magnitude
+    rows = torch.arange(24.0).view(3, 8).sub_(9.25)  # no row has two values of equal magnitude
     before = rows.clone()
     sent, lower = rule.select(rows), rule.select(rows[1:])
     if not _are_tensors(sent, lower) or (sent.shape, sent.dtype) != (rows.shape, rows.dtype):
-        return "sends other tensors than float32 ones of the rows' shape"
+        return "does not send float32 tensors of the rows' shape"
     if not torch.equal(rows, before):
-        return "changes what it is given"
+        return "changes its inputs in place"
     if not torch.equal(lower, sent[1:]):
-        return "chooses in each row by what is in other rows, which other ranks may have"
+        return "selects from a row depending on other rows, which other ranks may have"
     return ""
 
 
@@ -298,5 +302,5 @@ def _try_merge(rule: OuterRule) -> str:
         merged = rule.merge_rows(rows.clone(), facts)
         lower = rule.merge_rows(rows[:, 1:].clone(), facts)
         if not torch.equal(lower, merged[1:]):
-            return "merges each row by what is in other rows, which other blocks may have"
+            return "merges a row depending on other rows, which other blocks may have"
     return ""

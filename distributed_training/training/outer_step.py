@@ -1,20 +1,22 @@
-"""Take DiLoCo's outer step over FSDP shards: write what was trained, apply the published update.
+"""Take DiLoCo's outer step over FSDP shards: write the upload, then apply the published update.
 
 In DiLoCo (Douillard et al. 2023, arXiv 2311.08105) each member trains without the others for many
 *inner steps*. The movement of its weights, epoch start - current, is then taken as a gradient: the
-*pseudo-gradient*. A member writes one upload at each close: its pseudo-gradient, and its
-*residual*, which encoding earlier ones has lost. Later it applies one published update to the
-epoch-start weights. All members apply the same bytes, so their epoch starts are equal to the bit;
-the digest that the manifest names shows it before the vote. What was trained during the exchange
-stays on top: :class:`~distributed_training.protocol.types.Base` says from where it counts.
+*pseudo-gradient*. At each close a member writes one upload: its pseudo-gradient plus its
+*residual*, which is what encoding earlier uploads lost. Later it applies one published update to
+the epoch-start weights. All members apply the same bytes, so their epoch starts are bit-identical;
+comparing the digest with the manifest's confirms that before the vote. Training done during the
+exchange is kept on top of the update; :class:`~distributed_training.protocol.types.Base` says where
+it counts from.
 
-This order makes it safe: write the upload, then a checkpoint, which keeps the weights that it was
-written from, and only when that is complete send it. So the store has no upload that the checkpoint
-does not know. The upload's file stays on the disk until a checkpoint of a later outer step is
-complete: after a restart or a roll-back the same update is applied again.
+This order makes it safe: first the upload is written, then a checkpoint with the weights that the
+upload was written from, and only when the checkpoint is complete is the upload sent. So the store
+never has an upload that the checkpoint does not know. The upload's file stays on disk until a
+checkpoint of a later outer step is complete: after a restart or a roll-back the same update is
+applied again.
 
-All tensors that are new are computed while the old ones stay in use. Then all of them are replaced
-at once, or none is.
+All new tensors are computed while the old ones stay in use. Then either all of them are replaced at
+once, or none.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ from .copies import BackgroundWrite, BoundaryCopies
 from .outer_rule import OuterRule
 from .sharding import read_rows
 
-_AT_ONCE = 1 << 22  # values that are encoded at once
+_AT_ONCE = 1 << 22  # number of values that are encoded at once
 
 
 #: How long rank 0 waits for the other ranks' parts of an upload.
@@ -62,32 +64,32 @@ PARTS_TIMEOUT = timedelta(minutes=10)
 
 
 class UploadHandle(BackgroundWrite):
-    """The writing of one upload by this rank. Rank 0's is done once the file is at ``path``."""
+    """A job in which this rank writes an upload. Rank 0's is done once the file is at ``path``."""
 
     def __init__(self, path: Path, header: Header) -> None:
         super().__init__("upload")
         self.path, self.header = path, header
-        self.hold_seconds = 0.0  # how long training paused
+        self.hold_seconds = 0.0  # seconds for which training paused
         self._cancelled = False
 
     def cancel(self) -> None:
-        """Give up the writing, unless it is done. Returns when the thread has ended."""
+        """Stop writing, unless it is done. Returns when the thread has ended."""
         self._cancelled = True
         self.join()
 
     def check(self) -> None:
-        """Raise RuntimeError after :meth:`cancel`; the writing thread calls it now and then."""
+        """Raise RuntimeError after :meth:`cancel`; the writing thread calls this now and then."""
         if self._cancelled:
-            raise RuntimeError("the upload was given up")
+            raise RuntimeError("the upload was cancelled")
 
     def wait_for_parts(self, parts: Path, ranks: int) -> None:
-        """Wait until each of the ``ranks`` of a copy has its part ready.
+        """Wait until all ``ranks`` that hold one copy have their parts ready.
 
-        Raises RuntimeError if a rank failed, or after :meth:`cancel`, and TimeoutError.
+        Raises TimeoutError, or RuntimeError if a rank failed or after :meth:`cancel`.
         """
         deadline = time.monotonic() + PARTS_TIMEOUT.total_seconds()
-        # Look at files and ask no rank, since a thread's collectives would mix with those of
-        # training.
+        # Poll for files instead of asking the ranks, since a thread's collectives would mix with
+        # those of training.
         for rank in range(ranks):
             ready = _ready_file(parts, rank)
             while not ready.exists():
@@ -101,7 +103,7 @@ class UploadHandle(BackgroundWrite):
 
 @dataclass(frozen=True)
 class _Movement:
-    """The rows of this rank that an upload is made of, in host memory, never changed."""
+    """This rank's rows that an upload is computed from, in host memory, never changed."""
 
     start: Sequence[Tensor]
     weights: Sequence[Tensor]
@@ -109,7 +111,7 @@ class _Movement:
     rule: OuterRule
 
     def rows(self, index: int, first: int = 0, stop: int | None = None) -> Tensor:
-        """Return new rows of one parameter, the same bits each time."""
+        """Compute rows of one parameter as a new tensor, bit-identical each time."""
         rows = self.start[index][first:stop] - self.weights[index][first:stop]
         if self.residual is None:
             return rows
@@ -119,34 +121,36 @@ class _Movement:
         return rows.add_(residual)
 
     def sent(self, rows: Tensor) -> Tensor:
-        """Return what is sent of ``rows``, (rows, columns) of :meth:`rows`."""
+        """Return what is sent of ``rows``, which is :meth:`rows` as (rows, columns)."""
         return rows if self.rule.select is None else self.rule.select(rows)
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """This rank's rows of what a commit swaps in, with what belongs to them."""
+    """This rank's rows of everything that a commit swaps in, and the values that go with them."""
 
     weights: list[Tensor]
-    present: list[Tensor]  # the weights, and what was trained since the upload
+    present: list[Tensor]  # the weights plus the training done since the upload
     epoch_id: str
     outer_step: int
     start: str  # digest of the weights, hex
     residual: list[Tensor] | None
-    uploaded_steps: int  # inner steps that count for the outer step before
+    uploaded_steps: int  # inner steps that count for the previous outer step
     dropped: str
 
 
 class OuterStep:
-    """Owns one rank's epoch-start weights and residual, and what its upload was written from.
+    """Owns one rank's epoch-start weights, its residual and the weights of its last upload.
 
-    All are in host memory. No tensor of ``residual`` is ever changed in place, nor the list.
+    All are in host memory. Neither the list ``residual`` nor a tensor in it is ever changed in
+    place.
 
     Args:
         shards: This rank's rows of every parameter.
         stream: Sends rows between the ranks.
-        rule: Says what of the movement is sent, and what share of the residual the next one takes.
-        drop_overlap: Whether what was trained late loses its part along the update.
+        rule: Says which part of the movement is sent, and what share of the residual the next
+            upload takes.
+        drop_overlap: Whether late training loses its component along the update.
     """
 
     #: Lists of tensors in the state that change only with ``epoch_id``.
@@ -170,10 +174,10 @@ class OuterStep:
         self._drop_overlap = drop_overlap
         self._schema = [(shard.name, shard.shape) for shard in self._shards]
         self._vectors = [i for i, shard in enumerate(self._shards) if shard.is_one_row]
-        self.residual: list[Tensor] | None = None  # None until something was lost
+        self.residual: list[Tensor] | None = None  # None until an upload has lost something
         self.start = ""  # digest of the epoch-start weights, hex
         self.serial: int | None = None  # number of the close for which ``_written`` was uploaded
-        self.dropped = ""  # what the last commit dropped, in words; empty if it dropped nothing
+        self.dropped = ""  # describes what the last commit dropped; empty if it dropped nothing
         self._written_steps = 0  # inner steps in ``_written``
 
     def state_dict(self) -> dict[str, Any]:
@@ -196,13 +200,13 @@ class OuterStep:
         self.roll_back()
 
     def current(self) -> list[Tensor]:
-        """Copy the rows of the present weights to host memory, which later steps do not change."""
+        """Copy this rank's rows of the current weights to host memory."""
         pairs = [(s.local, torch.empty(s.local.shape, dtype=torch.float32)) for s in self._shards]
         fill_host(pairs)
         return [taken for _, taken in pairs]
 
     def begin_epoch(self) -> None:
-        """Make the present weights the epoch start, with no residual. Collective."""
+        """Make the current weights the epoch start, with no residual. Collective."""
         self.epoch_start = self.current()
         self._prepared = self._written = None
         self.epoch_id = self._new_epoch_id()
@@ -211,11 +215,11 @@ class OuterStep:
 
     def roll_back(self) -> None:
         """Forget what :meth:`prepare_update` computed."""
-        # Keep what the upload was written from, since the update may come again.
+        # Keep the weights that the upload was written from, since the update may come again.
         self._prepared = None
 
     def _new_epoch_id(self) -> str:
-        # Use a random name, not the step's number: after a roll-back the same number has other
+        # Use a random name, not the step number: after a roll-back the same number stands for other
         # weights, and a checkpoint must not refer to the wrong ones.
         return self._stream.from_rank_0(secrets.token_hex(8))
 
@@ -224,7 +228,7 @@ class OuterStep:
     def write_upload(
         self, header: Header | None, path: Path | None, sign: Sign | None, copies: BoundaryCopies
     ) -> UploadHandle:
-        """Write epoch start - weights of ``copies`` + residual. See ``Trainer.write_upload``."""
+        """Write epoch start - ``copies.weights`` + residual. See ``HeldWeights.write_upload``."""
         problem = None
         header, path = self._stream.from_rank_0((header, path))
         assert header is not None and path is not None
@@ -237,18 +241,18 @@ class OuterStep:
                 problem = f"{path} cannot be written: {error}"
         self._stream.raise_if_any(problem, OSError)  # no rank writes before all ranks agree
         moved = _Movement(self.epoch_start or [], copies.weights, self.residual, self.rule)
-        # Do this here and not in the thread, whose collective would mix with those of training.
+        # Do this here, not in the thread, whose collectives would mix with those of training.
         rows = self._stream.run_on_all(
             lambda: [moved.rows(index).flatten() for index in self._vectors]
         )
         wholes = dict(zip(self._vectors, self._stream.whole(rows), strict=True))
-        # No rank fails from here on, so all of them know this upload, or none does. A progress
+        # From here on no rank fails, so either all of them know this upload, or none. A progress
         # upload belongs to no close, so no outer step follows from it.
         if header.serial:
             self._written, self.serial = copies.weights, header.serial
             self._written_steps = header.inner_steps
         handle = UploadHandle(path, header)
-        # The thread holds the copies, since a checkpoint of this boundary gets the same ones.
+        # The thread keeps the copies alive, so that a checkpoint at this boundary can share them.
         copies.writers.append(handle.ended)
         handle.start(partial(self._write, moved, wholes, copies, file, sign))
         return handle
@@ -262,15 +266,15 @@ class OuterStep:
         sign: Sign | None,
         handle: UploadHandle,
     ) -> None:
-        """Write this rank's rows; rank 0 signs the file once all have. Runs in a thread.
+        """Write this rank's rows; rank 0 signs the file once all ranks have. Runs in a thread.
 
-        ``wholes``: whole parameters, by the index of the parameter. Raises TimeoutError, OSError,
+        ``wholes``: whole parameters, keyed by the parameter's index. Raises TimeoutError, OSError,
         ValueError (NaN or Inf), RuntimeError (another rank failed).
         """
         enter_thread(self._shards[0].local.device, background=True)
         layout, path = self._stream.layout, handle.path
         if not layout.on_node_0:
-            return  # its counterpart on the first copy writes the same rows
+            return  # this rank's counterpart on the first copy writes the same rows
         parts = _parts(path)
         try:
             copies.wait()
@@ -296,7 +300,7 @@ class OuterStep:
     def _rows_of_upload(
         self, moved: _Movement, wholes: Mapping[int, Tensor]
     ) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield the rows that this rank writes: the parameter's index, the first row, the rows."""
+        """Yield what this rank writes: the parameter's index, the first row, the rows."""
         for index, shard in enumerate(self._shards):
             if index in wholes:
                 if self._stream.rank == 0:
@@ -311,38 +315,39 @@ class OuterStep:
 
     @torch.no_grad()
     def prepare_update(self, update: Update | None, *, inner_step: int) -> None:
-        """Compute the next epoch start and the weights on top of it, and swap none in. Collective.
+        """Compute the next epoch start and the current weights on top of it. Collective.
 
-        See ``Trainer.prepare_update``. ``update`` is rank 0's; ``inner_step`` is the present one.
+        Nothing is swapped in yet; see ``HeldWeights.prepare_update``. ``update`` is rank 0's, and
+        ``inner_step`` is the current inner step.
         """
         self.roll_back()
         header = None if update is None else self._header_of(update.own_upload)
         update, header = self._stream.from_rank_0((update, header))
         assert update is not None and self.epoch_start is not None
-        # This upload was written from ``_written``, unless a roll-back has lost those weights.
+        # Our upload was written from ``_written``, unless a roll-back has lost those weights.
         of_ours = None if header is None else (header.start, header.serial)
         known = self._written is not None and of_ours == (self.start, self.serial)
         merged = update.base is Base.MERGED and header is not None
 
         def read() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-            """Return the next epoch start, from where the rest counts, and the next residual."""
+            """Return the next epoch start, the weights that the rest counts from, the residual."""
             weights = self._next_start(update)
             if update.base is Base.KEPT:
                 return weights, self.epoch_start or [], []
-            # If we do not know what the upload was written from, all that it does not hold goes
-            # into the residual.
+            # If the weights that the upload was written from are lost, all training that is not in
+            # the upload goes into the residual.
             written = self._written if known else self.current()
             return weights, written or [], self._rest(written, update.own_upload) if merged else []
 
         weights, base, residual = self._stream.run_on_all(read, OuterStepError)
         for rows in (*weights, *residual):
-            # Send them to ranks on other machines, which have no files.
+            # Send them to the ranks on other machines, which have no files.
             self._stream.replicate(rows)
         problem, digest = None, self._digest(weights)
         if self._stream.rank == 0 and digest != update.weights:
             problem = (
                 f"the weights of outer step {update.outer_step} have the digest {digest:.16} here, "
-                f"and {update.weights:.16} in its manifest, so it is not applied"
+                f"but {update.weights:.16} in its manifest, so it is not applied"
             )
         self._stream.raise_if_any(problem, OuterStepError)
         # This takes a new tensor for each parameter, so a single rank may run out of memory.
@@ -376,12 +381,12 @@ class OuterStep:
         )
 
     def _without_overlap(self, late: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-        """Remove from ``late`` what lies along the update, which leads to ``weights``. Collective.
+        """Remove from ``late`` the component along the update, which leads to ``weights``.
 
-        Inner steps that were taken while the update was on its way, or that missed it, have moved
-        the weights in part where the update moves them. Both together would move them there twice.
-        For each parameter, with its update u (new weights - epoch start) and what was
-        trained late l, l becomes l - max(0, <l, u> / <u, u>) u (docs/performance.md).
+        Collective. Inner steps that were taken while the update was on its way, or that missed it,
+        have already moved the weights partly in the direction of the update. Adding both would move
+        them there twice. For each parameter with the update u (new weights - epoch start) and the
+        late training l, l becomes l - max(0, <l, u> / <u, u>) u (docs/performance.md).
         """
         each = list(zip(late, weights, self.epoch_start or [], strict=True))
 
@@ -404,18 +409,18 @@ class OuterStep:
 
     @torch.no_grad()
     def commit(self) -> tuple[int, int]:
-        """Replace weights and residual by those that :meth:`prepare_update` computed.
+        """Replace weights and residual with the ones that :meth:`prepare_update` computed.
 
-        Local to the rank; it cannot fail half-way. Across a SIGKILL the checkpoint decides.
+        Local to the rank; it cannot fail half-way. After a SIGKILL the checkpoint decides.
 
         Returns:
-            The outer step, and the inner steps that belong to the one before.
+            The outer step, and the number of inner steps that belong to the previous one.
         """
         prepared = self._prepared
         if prepared is None:
-            raise RuntimeError("an outer step was committed that was not prepared")
-        # Use no collective from here on: the vote is over, so the others could not learn of a rank
-        # that failed now.
+            raise RuntimeError("an outer step was committed that had not been prepared")
+        # Use no collective from here on: the vote is over, so the other ranks would not learn of a
+        # rank that fails now.
         for shard, new in zip(self._shards, prepared.present, strict=True):
             shard.local.copy_(new)
         self.epoch_start, self.epoch_id = prepared.weights, prepared.epoch_id
@@ -425,7 +430,7 @@ class OuterStep:
         return prepared.outer_step, prepared.uploaded_steps
 
     def _header_of(self, own_upload: Path | None) -> Header | None:
-        """Return the header of our upload; None if there is no whole file of it."""
+        """Return the header of our upload, or None if there is no complete file of it."""
         try:
             return UpdateFile.reopen(own_upload, self._schema).header if own_upload else None
         except (ValueError, OSError):
@@ -446,7 +451,7 @@ class OuterStep:
         return [start - self._decode(opened, index) for index, start in each]
 
     def _rest(self, written: Sequence[Tensor] | None, own_upload: Path | None) -> list[Tensor]:
-        """Return this rank's rows of what was to be uploaded, less what the file holds."""
+        """Return this rank's rows of the intended upload minus what its file contains."""
         if own_upload is None or not self._stream.layout.on_node_0:
             return [shard.empty_rows() for shard in self._shards]
         opened = UpdateFile.reopen(own_upload, self._schema)
@@ -462,7 +467,7 @@ class OuterStep:
         return file.rows(index, shard.start, shard.stop).view(-1, *shard.shape[1:])
 
     def _digest(self, weights: Sequence[Tensor]) -> str:
-        """Return the digest of weights, by this rank's rows of them. Collective."""
+        """Return the digest of whole weights, given this rank's rows of them. Collective."""
         wholes = self._stream.whole([weights[index].flatten() for index in self._vectors])
         vectors = dict(zip(self._vectors, wholes, strict=True))
         # Fail on all ranks alike: a rank that cannot start a thread must not leave the others in
@@ -481,7 +486,7 @@ class OuterStep:
 
 
 def _parts(path: Path) -> Path:
-    """Return the folder in which the ranks write the file ``path``."""
+    """Return the folder in which the ranks write the file that ends up at ``path``."""
     return path.with_suffix(".parts")
 
 
@@ -490,7 +495,7 @@ def _ready_file(parts: Path, rank: int) -> Path:
 
 
 def _make_room(path: Path, size: int) -> None:
-    """Begin the file of ``path`` with room for all its bytes. Raises OSError, as of a full disk."""
+    """Create the file for ``path`` and reserve its full size. Raises OSError, as on a full disk."""
     for left in path.parent.glob("*.parts"):  # left by a process that was killed
         shutil.rmtree(left)
     parts = _parts(path)

@@ -1,9 +1,9 @@
 """Read the weights that a network begins with from a folder that ``transformers`` wrote.
 
 The folder has ``config.json`` and the weights, in ``model.safetensors`` or in the shards that
-``model.safetensors.index.json`` names. transformers makes up a tensor that is missing and ignores
-one that it does not know. Here each is compared with the model that members build, and read one by
-one: next to the result at most two tensors are in memory.
+``model.safetensors.index.json`` names. transformers makes up missing tensors and ignores unknown
+ones. Here each tensor is compared with the model that members build. Tensors are read one by one,
+so at most two of them are in memory in addition to the result.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .model import build_meta_model, initial_weights, kind_of
 from .weights import checked_tensor
 
 INDEX = "model.safetensors.index.json"
-# A tensor of old files, which models compute from their configuration.
+# A tensor in old files that models now compute from their configuration.
 _COMPUTED = ".rotary_emb.inv_freq"
 
 
 class WeightsError(ValueError):
-    """A folder with which no network can begin: the cause, and what to do."""
+    """A network cannot begin with this folder: the cause, and a remedy."""
 
     def __init__(self, cause: str, remedy: str) -> None:
         super().__init__(cause)
@@ -47,11 +47,11 @@ def read_weights(
 ) -> Iterator[Tensor]:
     """Yield the weights as float32 copies, in the order of the model's schema.
 
-    ``frozen``: read the parameters that are not trained, in place of those that are. ``more``:
-    another folder, with what that one lacks, such as adapters. Tied weights come once, under
-    whichever of their names the folder has. Raises WeightsError for what the members' model would
-    not be: a tensor that is missing, unknown, of another shape, not finite, or, if members do not
-    train it, of other values than theirs.
+    ``frozen``: read the parameters that are not trained instead of the trained ones. ``more``:
+    another folder with the tensors that ``folder`` lacks, such as adapters. Tied weights are
+    yielded once, under whichever of their names the folder has. Raises WeightsError for a
+    difference from the members' model: a tensor that is missing, unknown, not finite or of another
+    shape, or a buffer with other values than theirs.
     """
     model, kind = build_meta_model(model_config), kind_of(model_config)
     names: dict[nn.Parameter, list[str]] = {}
@@ -65,7 +65,7 @@ def read_weights(
                 file = stack.enter_context(safe_open(path, "pt"))
                 twice = next(iter(files.keys() & file.keys()), None)
                 files |= dict.fromkeys(file.keys(), (path, file))
-            except Exception as error:  # noqa: BLE001 - foreign bytes: safetensors has its own
+            except Exception as error:  # noqa: BLE001 - foreign bytes: safetensors' own errors
                 why = " ".join(str(error).split())
                 raise WeightsError(
                     f"{path} cannot be read ({why:.200})", "download it again"
@@ -73,14 +73,14 @@ def read_weights(
             if twice is not None:
                 raise WeightsError(
                     f"{path} and another file of its folder have {twice:.100} each",
-                    "remove what is left of an earlier save",
+                    "remove the files that an earlier save left",
                 )
         known = {name for group in names.values() for name in group} | {*buffers}
         for name in sorted(files):
             if name not in known and not name.endswith(_COMPUTED):
                 raise WeightsError(
                     f"{folder} has a tensor {name:.100} and the model of its config.json has none",
-                    "give config.json and weights of one model, without quantization or adapters; "
+                    "use config.json and weights of one model, without quantization or adapters; "
                     "mixtures of experts and GPT-NeoX are saved under other names, which are not "
                     "read",
                 )
@@ -93,9 +93,9 @@ def read_weights(
             except Exception as error:  # noqa: BLE001 - foreign bytes
                 why = " ".join(str(error).split())
                 raise WeightsError(
-                    f"{why:.300}", "give config.json and weights of one whole save"
+                    f"{why:.300}", "use config.json and weights from one complete save"
                 ) from None
-            # These values are in the file's own memory, and the file may be written again.
+            # These values may be in the file's own memory, and the file may be rewritten.
             return values.clone() if values.data_ptr() == found.data_ptr() else values
 
         persistent = model.state_dict()
@@ -103,9 +103,9 @@ def read_weights(
             buffer = buffers[name]
             if not torch.equal(read(name, tuple(buffer.shape)), buffer.float()):
                 raise WeightsError(
-                    f"{folder} has values of {name} that are not trained, so no member would have "
-                    "them",
-                    "give a model without such a tensor",
+                    f"{folder} has other values for {name}, which is not trained, so no member "
+                    "would get them",
+                    "use a model without such a tensor",
                 )
         for parameter, group in names.items():
             if parameter.requires_grad == frozen:
@@ -115,13 +115,13 @@ def read_weights(
             if not there:
                 raise WeightsError(
                     f"{folder} has no tensor {name}, which the model of its config.json has",
-                    "give the whole model (a head that is the embedding needs tie_word_embeddings)",
+                    "use the whole model (if head and embedding are one, set tie_word_embeddings)",
                 )
             weight = read(there[0], shape)
             for other in there[1:]:
                 if not torch.equal(read(other, shape), weight):
                     raise WeightsError(
-                        f"{other} and {there[0]} are one tensor in the model of {folder} and "
+                        f"{other} and {there[0]} are one tensor in the model of {folder} but "
                         "differ in its files",
                         "set tie_word_embeddings to false in its config.json",
                     )
@@ -131,9 +131,9 @@ def read_weights(
 def write_frozen(
     path: Path, model_config: Mapping[str, Any], folder: Path | None, more: Path | None = None
 ) -> None:
-    """Write the tensors that nobody trains in their dtype, from a folder or with initial values.
+    """Write the frozen tensors in their own dtypes, from a folder or with initial values.
 
-    ``more``: as in :func:`read_weights`. Raises OSError, and WeightsError as that.
+    ``more``: as in :func:`read_weights`. Raises OSError, and WeightsError like that function.
     """
     model = build_meta_model(model_config)
     fixed = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
@@ -147,7 +147,7 @@ def write_frozen(
 
 
 def digest_weights(weights: Iterable[Tensor]) -> str:
-    """Return SHA-256 of float32 weights in schema order, in hex (``model.weights``)."""
+    """Return the SHA-256 of float32 weights in schema order, in hex (``model.weights``)."""
     digest = hashlib.sha256()
     for weight in weights:
         digest.update(weight.contiguous().numpy().data)
@@ -167,16 +167,16 @@ def _files(folder: Path) -> list[Path]:
         content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(
-            f"{folder / INDEX} cannot be read ({error})", "give a folder of save_pretrained"
+            f"{folder / INDEX} cannot be read ({error})", "choose a folder of save_pretrained"
         ) from None
     if not isinstance(content, dict):
-        raise WeightsError(f"{folder / INDEX} is no JSON object", "download it again")
+        raise WeightsError(f"{folder / INDEX} is not a JSON object", "download it again")
     shards = content.get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise WeightsError(f"{folder / INDEX} has no weight_map", "download it again")
     for shard in shards.values():
         if not isinstance(shard, str) or not (folder / shard).is_file():
             raise WeightsError(
-                f"{folder / INDEX} names {shard!r:.100}, which is not there", "download that file"
+                f"{folder / INDEX} names {shard!r:.100}, which is missing", "download that file"
             )
     return [folder / shard for shard in sorted(set(shards.values()))]

@@ -1,8 +1,9 @@
 """Hold the weights of a model that somebody else's script trains: plain, under DDP, or FSDP2.
 
-Each rank owns its rows of every parameter, as FSDP2 shards them. With a plain model, or with DDP,
-each rank has all rows. It owns a part of them here too, and after a change of weights it hands that
-part to the others. So encoding, checkpoints and host memory are shared by the ranks.
+Each rank owns its rows of every parameter, split the way FSDP2 shards them. In a plain model, or
+with DDP, each rank has all rows. Even then it owns only a part of them here, and sends that part to
+the other ranks after a change of weights. So the ranks share the work of encoding and checkpoints,
+and the host memory.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 
 _NOTHING = "so nothing was joined"
 _WATCHED_PARAMETERS, _WATCHED_VALUES, _WATCHED_STEPS = 16, 4096, 12
-_UNDONE, _FAR = 0.2, 10.0  # part of an update that counts as undone; factor on the median step
+_UNDONE, _FAR = 0.2, 10.0  # fraction of an update that counts as undone; factor on the median step
 
 
 class Steps:
@@ -54,19 +55,19 @@ class Steps:
 
     @property
     def step_count(self) -> int:
-        """Steps that have ended; with several optimizers, the most steps of one."""
+        """Number of finished steps; with several optimizers, of the one with the most."""
         return max(self._ended)
 
     @property
     def under_way(self) -> bool:
-        """Return whether an optimizer changes weights now, or an error ended it while it did."""
+        """Return whether an optimizer is changing weights, or was when an error ended it."""
         return bool(self._under_way)
 
     def _begin(self, index: int, *_: object) -> None:
         self._under_way.add(index)
 
     def _end(self, index: int, *_: object) -> None:
-        # If step() of a class calls step() of its base, torch calls the hooks for both.
+        # If step() of a class calls step() of its base class, torch calls the hooks for both.
         if index in self._under_way:
             self._under_way.discard(index)
             self._ended[index] += 1
@@ -77,11 +78,12 @@ class Steps:
 
 
 class UndoneUpdates:
-    """Notice an optimizer that undoes an update, since it keeps a copy of the weights.
+    """Notices an optimizer that undoes updates because it keeps its own copy of the weights.
 
     Lookahead's slow weights and the master weights of mixed precision are such copies. A step that
-    undoes the update moves weights along it, and many times as far as other steps. Some values of
-    the largest parameters show it; on a GPU nothing waits for them.
+    undoes an update moves the weights back along it, many times as far as other steps do. Watching
+    some values of the largest parameters is enough. On a GPU, recording them does not wait for the
+    device.
     """
 
     def __init__(self, shards: Sequence[ParameterShard]) -> None:
@@ -96,7 +98,7 @@ class UndoneUpdates:
         return torch.cat([s.local.reshape(-1)[:_WATCHED_VALUES].float() for s in self._shards])
 
     def updated(self, before: Tensor) -> None:
-        """Begin to watch after an update; ``before``: what :meth:`look` returned before it."""
+        """Start watching after an update; ``before``: the result of :meth:`look` before it."""
         self._last = self.look()
         self._update, self._moves = before - self._last, []
 
@@ -115,7 +117,7 @@ class UndoneUpdates:
 
 
 def optimizers_of(given: Any) -> list[Optimizer]:
-    """Return the optimizers that really step, since Accelerate and others wrap them.
+    """Return the optimizers that take the steps, without the wrappers of Accelerate and others.
 
     Raises ValueError.
     """
@@ -125,22 +127,22 @@ def optimizers_of(given: Any) -> list[Optimizer]:
             each = found[index] = inner
         if not isinstance(each, Optimizer):
             raise ValueError(
-                f"the optimizer is a {type(each).__name__} and no torch.optim.Optimizer, "
-                f"{_NOTHING}: give the one whose step() changes the weights"
+                f"the optimizer is a {type(each).__name__}, not a torch.optim.Optimizer, "
+                f"{_NOTHING}: pass the optimizer whose step() changes the weights"
             )
     if not found:
-        raise ValueError(f"no optimizer is given, {_NOTHING}: give the one that trains the model")
+        raise ValueError(f"there is no optimizer, {_NOTHING}: pass the one that trains the model")
     return found
 
 
 class ScriptWeights(HeldWeights):
-    """The weights of ``model``, which the script's ``steps`` train. Collective.
+    """The weights of ``model``, which the script's ``optimizers`` train. Collective.
 
-    ``tokens_per_step``: the tokens of all ranks, as the script said last. ``in_step``: whether the
-    script has already got micro-batches of an unfinished inner step, which no checkpoint contains.
-    ``frozen``: rank 0's safetensors file of the network's frozen parameters, which the model gets.
-    Raises ValueError on all ranks alike, with one line, for a model that is not that of
-    ``model_config`` or that ``optimizers`` do not train.
+    ``tokens_per_step``: the tokens of all ranks per step, as last stated by the script.
+    ``in_step``: whether the script has already received micro-batches of an unfinished inner step,
+    which no checkpoint contains. ``frozen``: rank 0's safetensors file with the network's frozen
+    parameters, which are loaded into the model. Raises ValueError on all ranks alike, with one
+    line, if the model does not match ``model_config`` or is not trained by ``optimizers``.
     """
 
     def __init__(
@@ -158,22 +160,22 @@ class ScriptWeights(HeldWeights):
         self.micro_batch_size = size if isinstance(size, int) else 1
         self.sequence_length = settings.sequence_length
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._reshard()  # otherwise the names lead to gathered weights
+        self._reshard()  # otherwise the names would refer to gathered weights
         meta = build_meta_model(model_config)
         named, tied = _named(model, meta), tied_names(meta)
         trained = {id(p) for each in optimizers for g in each.param_groups for p in g["params"]}
         problems = _problems(meta, tied, named, trained, stream.world_size)
         problem = next(problems, None)
         if problem is None and (differs := kind_of(model_config).differs(meta, model, named)):
-            problem = f"{differs}, {_NOTHING}: build it as the network's file says"
+            problem = f"{differs}, {_NOTHING}: build the model as the network's file says"
         stream.raise_if_any(problem, ValueError)
         shards = [_shard(name, named[name], stream) for name, _ in schema_of(meta)]
         held = {name: named[name] for name, _ in schema_of(meta, frozen=True)}
         if held:
             path = stream.from_rank_0(frozen)
-            assert path is not None  # a network's file that freezes tensors names it
+            assert path is not None  # a network's file that freezes tensors names this file
             _load_frozen(held, path, stream)
-        # Install the hooks only once all ranks are known to continue: nobody would remove them.
+        # Install the hooks only once all ranks are sure to continue: nothing would remove them.
         self.steps = Steps(optimizers)
         super().__init__(
             shards=shards,
@@ -190,7 +192,7 @@ class ScriptWeights(HeldWeights):
 
     @torch.no_grad()
     def drop_step(self) -> None:
-        """Hand this rank's rows of whole parameters to the others; forget gathered ones."""
+        """Send this rank's rows of whole parameters to the other ranks; drop gathered weights."""
         world = self.stream.world_size
         for shard in self.shards if world > 1 else ():
             if isinstance(shard.dtensor, DTensor):
@@ -199,14 +201,14 @@ class ScriptWeights(HeldWeights):
             for rank in range(world):
                 start, stop = row_range(shard.shape[0], world, rank)
                 if stop > start:
-                    # Use the default group, which DDP uses too: it has a backend for this device.
+                    # Use the default group, like DDP: it has a backend for this device.
                     dist.broadcast(whole[start:stop], src=rank)
         self._reshard()
 
     def boundary_copies(self, names: Collection[str] | None = None) -> BoundaryCopies:
-        """Copy the weights of this boundary at once (:meth:`.HeldWeights.boundary_copies`)."""
+        """Copy this boundary's weights right away (see :meth:`.HeldWeights.boundary_copies`)."""
         copies = super().boundary_copies(names)
-        self.copier.finish()  # a script may change its weights in ways that nobody sees
+        self.copier.finish()  # a script may change its weights without our noticing
         return copies
 
     def state_dict(self) -> dict[str, Any]:
@@ -234,7 +236,7 @@ class ScriptWeights(HeldWeights):
 def _shard(
     name: str, parameter: nn.Parameter, stream: RowStream, *, whole: bool = False
 ) -> ParameterShard:
-    """Return the rows that this rank owns; ``whole``: all of a plain tensor, which it holds."""
+    """Return the rows that this rank owns; ``whole``: all rows of a plain tensor."""
     shape = tuple(parameter.shape) or (1,)
     rows = row_range(shape[0], stream.world_size, stream.rank)
     if whole and not isinstance(parameter.data, DTensor):
@@ -247,11 +249,11 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _named(model: nn.Module, network: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by all their names, without those of wrappers.
+    """Return the parameters under all their names, without the prefixes of wrappers.
 
-    A wrapper that holds the network's model and no other parameter, as PEFT's, is one.
+    A wrapper is a module, such as PEFT's, that holds the network's model and no other parameter.
     """
-    for module in model.modules():  # torch.compile may be around it
+    for module in model.modules():  # torch.compile may wrap the DDP module
         if isinstance(module, DistributedDataParallel):
             model = module.module
             break
@@ -265,12 +267,12 @@ def _named(model: nn.Module, network: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _is_quantized(parameter: nn.Parameter) -> bool:
-    """Return whether it holds the 4-bit codes of bitsandbytes and not its values."""
+    """Return whether a parameter holds bitsandbytes' 4-bit codes instead of its values."""
     return getattr(parameter, "quant_state", None) is not None
 
 
 def _load_frozen(held: Mapping[str, nn.Parameter], path: Path, stream: RowStream) -> None:
-    """Give the model the network's frozen values, rounded to four bits if it has such.
+    """Load the network's frozen values into the model, rounded to 4 bits where it is quantized.
 
     Collective. Raises ValueError on all ranks alike.
     """
@@ -288,8 +290,8 @@ def _load_frozen(held: Mapping[str, nn.Parameter], path: Path, stream: RowStream
             each.data, each.quant_state = made.data, made.quant_state
     if changed := before.find_changed():
         log.info(
-            "%s was not the network's: it and the other frozen tensors have the network's values "
-            "now",
+            "%s differed from the network's: it and the other frozen tensors now have the "
+            "network's values",
             changed,
         )
 
@@ -304,12 +306,12 @@ def _describe_missing(
             inner = prefix.removesuffix(".")
             return (
                 f"the model is a wrapper that holds the network's model as {inner}, {_NOTHING}: "
-                f"give model.{inner} in its place"
+                f"pass model.{inner} instead"
             )
     adapters = any("lora_" in name for name in wanted)
     if not adapters and any("lora_" in n or n.startswith("base_model.") for n in named):
         return (
-            f"the model has adapters (LoRA, PEFT) and no {missing}, which the network's has, "
+            f"the model has adapters (LoRA, PEFT) but no {missing}, which the network's has, "
             f"{_NOTHING}: join with the model without adapters"
         )
     return f"the model has no parameter {missing}, which the network's has, {_NOTHING}: {other}"
@@ -322,7 +324,7 @@ def _problems(
     trained: set[int],
     world_size: int,
 ) -> Iterator[str]:
-    """Yield why these parameters are not the network's, or cannot be trained in it.
+    """Yield the reasons why these parameters do not match the network's or cannot be trained.
 
     ``network``: the network's model, on the meta device.
     """
@@ -330,7 +332,7 @@ def _problems(
     wanted = {plain_name(name): each for name, each in network.named_parameters()}
     if any("lora_" in name for name in wanted):
         other = (
-            "make the adapters by get_peft_model(model, distributed_training.lora_config()) on the "
+            "make adapters with get_peft_model(model, distributed_training.lora_config()) on the "
             "network's base"
         )
     if missing := next((name for name in wanted if name not in named), ""):
@@ -345,18 +347,18 @@ def _problems(
             sharded = " and is sharded by FSDP" if isinstance(parameter.data, DTensor) else ""
             yield (
                 f"{name} is quantized{sharded}, {_NOTHING}: load the base in the dtype of the "
-                "network's file, or in 4 bits by bitsandbytes, without FSDP"
+                "network's file, or in 4 bits with bitsandbytes, without FSDP"
             )
         if shape != theirs.shape:
             yield (
-                f"{name} has the shape {tuple(shape)} and the network's {tuple(theirs.shape)}, "
+                f"{name} has the shape {tuple(shape)}, not the network's {tuple(theirs.shape)}, "
                 f"{_NOTHING}: {other}"
             )
         if theirs.requires_grad:
             yield from _of_trained(name, parameter, trained)
-        elif parameter.requires_grad:  # an optimizer skips the others, which get no gradient
+        elif parameter.requires_grad:  # otherwise it gets no gradient, and optimizers skip it
             yield (
-                f"{name} is trained here, and in this network it is frozen, {_NOTHING}: call "
+                f"{name} is trained here, but in this network it is frozen, {_NOTHING}: call "
                 "requires_grad_(False) on it"
             )
         if parameter.is_meta:
@@ -365,8 +367,8 @@ def _problems(
             mesh, placements = parameter.data.device_mesh, parameter.data.placements
             if (mesh.ndim, mesh.size(), *placements) != (1, world_size, Shard(0)):
                 yield (
-                    f"{name} is sharded as {placements} over a mesh of {tuple(mesh.shape)}, and "
-                    f"this reads rows over all {world_size} ranks, {_NOTHING}: call "
+                    f"{name} is sharded as {placements} over a mesh of {tuple(mesh.shape)}, but "
+                    f"rows are needed over all {world_size} ranks, {_NOTHING}: call "
                     "fully_shard(module) without a mesh of your own"
                 )
     ours = {id(named[name]): name for name in reversed(wanted)}
@@ -374,30 +376,30 @@ def _problems(
         first = ours.get(id(parameter))
         if first is None:
             why = f" ({tied[name]}, to which it is tied, is one)" if name in tied else ""
-            yield f"{name} is no parameter of the network's model{why}, {_NOTHING}: {other}"
+            yield f"{name} is not a parameter of the network's model{why}, {_NOTHING}: {other}"
         elif name in wanted and first != name:
             yield (
-                f"{name} is tied to {first} and in the network's model it is not, {_NOTHING}: "
-                "set tie_word_embeddings as its config.json has it"
+                f"{name} is tied to {first}, but in the network's model it is not, {_NOTHING}: "
+                "set tie_word_embeddings as in the network's config.json"
             )
 
 
 def _of_trained(name: str, parameter: nn.Parameter, trained: set[int]) -> Iterator[str]:
-    """Yield why a parameter that the network trains cannot be trained as it is."""
+    """Yield the reasons why a parameter that the network trains cannot be trained as it is."""
     if parameter.dtype != torch.float32:
         dtype = str(parameter.dtype).removeprefix("torch.")
         yield (
-            f"{name} is {dtype} and the network's weights are float32, which updates need, "
-            f"{_NOTHING}: keep parameters in float32, and compute in bfloat16 by "
+            f"{name} is {dtype}, but the network's weights are float32, which updates need, "
+            f"{_NOTHING}: keep parameters in float32, and compute in bfloat16 with "
             "torch.autocast or FSDP's MixedPrecisionPolicy"
         )
     if not parameter.requires_grad:
         yield (
-            f"{name} is frozen, and this network trains it, {_NOTHING}: call requires_grad_(True) "
-            "on it before the optimizer is made"
+            f"{name} is frozen, but this network trains it, {_NOTHING}: call requires_grad_(True) "
+            "on it before you create the optimizer"
         )
     elif id(parameter) not in trained:
         yield (
             f"{name} is in no group of the optimizer, which would never train it, {_NOTHING}: "
-            "make the optimizer of model.parameters() after fully_shard(), or give all of them"
+            "create the optimizer from model.parameters() after fully_shard(), or pass all of them"
         )

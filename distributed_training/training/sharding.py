@@ -1,14 +1,15 @@
-"""Build the model as a rank trains it: sharded by FSDP2, compiled, its loss fused to its head.
+"""Build the model as a rank trains it: sharded by FSDP2, compiled, with the loss fused to the head.
 
-FSDP (fully sharded data parallel; Zhao et al. 2023, arXiv 2304.11277) splits every parameter along
-its rows over the ranks, gathers it when it is used, and sends each gradient's rows to their owner.
-Between machines that traffic would cross the slow link at every layer. So each machine has a whole
-copy, sharded over its own ranks, and only gradients are summed between machines: *hybrid* sharding,
-HSDP, over a mesh of (copies, shards).
+FSDP (fully sharded data parallel; Zhao et al. 2023, arXiv 2304.11277) splits the rows of every
+parameter over the ranks, gathers the parameter when it is used, and sends each gradient's rows to
+their owners. Between machines that traffic would cross the slow link at every layer. So each
+machine has a whole copy, sharded over its own ranks, and only gradients are summed between
+machines. This is *hybrid* sharding, HSDP, over a mesh of (copies, shards).
 
 The order in which a model is put together matters: activation checkpointing wraps decoder layers,
-torch.compile compiles what was wrapped, FSDP hooks go around both, and only then the shards get
-memory (:func:`build_sharded_model`). Weights come from a safetensors file or from a seed.
+torch.compile compiles the wrapped layers, FSDP's hooks go around both, and only then is memory
+allocated for the shards (:func:`build_sharded_model`). Weights come from a safetensors file or from
+a seed.
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ from .throughput import flops_per_token
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """One rank's part, ready to train once weights are loaded, and what is known about it."""
+    """One rank's part of the model, ready to train once weights are loaded, and facts about it."""
 
     model: nn.Module  # the Hugging Face model; its parameters are DTensors
-    root: ModelWithLoss  # the root of FSDP
+    root: ModelWithLoss  # FSDP's root module
     modules: list[FSDPModule]  # the root comes last
     shards: list[ParameterShard]  # shards of the trainable parameters, in state-dict order
     frozen: list[ParameterShard]  # shards of the parameters that are not trained
@@ -76,7 +77,7 @@ class ShardedModel:
 
     @property
     def embeddings(self) -> set[str]:
-        """The names of the embeddings' weights."""
+        """The names of the embedding weights."""
         return {
             f"{plain_name(name)}.weight"
             for name, module in self.model.named_modules()
@@ -102,13 +103,13 @@ class ShardedModel:
             shard.local.copy_(rows)
 
     def discard_gradients(self) -> None:
-        """Drop gathered weights and all gradients accumulated, also after a failed backward.
+        """Drop gathered weights and all accumulated gradients, even after a failed backward.
 
-        For when weights were changed under FSDP, or a step is abandoned.
+        Call this after the weights were changed behind FSDP's back, or to abandon a step.
         """
         root: Any = self.modules[-1]
         if root._get_fsdp_state()._is_root is None:
-            # FSDP sets itself up in the first forward, so before it there is nothing to drop.
+            # FSDP sets itself up in the first forward; before that there is nothing to drop.
             return
         if hasattr(root, "reset_iter_state"):
             root.reset_iter_state()
@@ -123,7 +124,7 @@ class ShardedModel:
             parameter.grad = None
 
     def uncompile(self) -> None:
-        """Run blocks and loss eagerly from here."""
+        """Run blocks and loss eagerly from now on."""
         for block in blocks_of(self.model):
             block._compiled_call_impl = None
         self.root.kind.compile(False)
@@ -139,11 +140,11 @@ def build_sharded_model(
     rung: int = 0,
     say: Callable[[str], None],
 ) -> ShardedModel:
-    """Build the model and shard it over all ranks, which all call this.
+    """Build the model and shard it over all ranks. Collective.
 
-    ``micro_batch``: size for the estimate of memory. ``rung``: how many arrangements of memory to
-    skip, since this rank ran out of memory with them. ``say`` gets a line for each decision. Raises
-    ConfigError for what this model or hardware cannot do.
+    ``micro_batch``: the size to estimate memory for. ``rung``: how many memory arrangements to
+    skip because this rank ran out of memory with them. ``say`` gets a line for each decision.
+    Raises ConfigError for settings that this model or hardware does not support.
     """
     memory = None
     if device.type == "cuda":
@@ -156,8 +157,8 @@ def build_sharded_model(
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and length > limit:
         raise ConfigError(
-            f"training.sequence_length {length} is above {limit}, the positions this model has, so "
-            "it cannot be trained on: correct the network's file"
+            f"training.sequence_length {length} exceeds this model's {limit} positions, so it "
+            "cannot be trained: correct training.sequence_length in the network's file"
         )
     if device.type == "cuda":
         for line in set_up_gpu(device, model, dtype):
@@ -181,12 +182,12 @@ def build_sharded_model(
     compiled = _recompute_and_compile(model, settings, plan.way.checkpointing, device, say)
     root = ModelWithLoss(kind_of(model_config), model)
     root.kind.compile(compiled and device.type == "cuda")
-    # Parameters are gathered and used in ``dtype``; shards and gradients are float32. The sum is
-    # float32 too, since a step adds hundreds of micro-batches and bf16 would round the late ones
-    # away.
+    # Parameters are gathered and used in ``dtype``; shards and gradients are float32. Gradients are
+    # also summed in float32, since a step adds up hundreds of micro-batches and bf16 would round
+    # the late ones away.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     shard = partial(fully_shard, mesh=_make_mesh(device, layout), mp_policy=policy)
-    # Keep the buffers' values: ``to_empty`` below drops them, and no checkpoint has them.
+    # Save the buffers' values: ``to_empty`` below drops them, and no checkpoint has them.
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     modules: list[FSDPModule] = []
     if plan.per_block:
@@ -196,13 +197,13 @@ def build_sharded_model(
         for before, after in itertools.pairwise(modules):
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
-    # Do not drop the root after forward, since backward begins with the head.
+    # Do not reshard the root after forward, since backward begins with the head.
     modules.append(shard(root, reshard_after_forward=False))
     root.to_empty(device=device)
     for name, buffer in buffers.items():
         model.get_buffer(name).copy_(buffer)
     shards, frozen = list[ParameterShard](), list[ParameterShard]()
-    # Keep these now: between forward and backward the model has gathered tensors in their place.
+    # Take references now: between forward and backward the model has gathered tensors instead.
     for name, parameter in model.named_parameters():
         assert isinstance(parameter.data, DTensor), name
         shape = tuple(parameter.shape)
@@ -227,7 +228,7 @@ def build_sharded_model(
 
 
 def _least(here: int | None) -> int:
-    """Return the smallest of all ranks' numbers (None: unlimited): all must make the same plan."""
+    """Return the smallest number of any rank (None: no limit): all must make the same plan."""
     number = torch.tensor(1 << 62 if here is None else here)
     if dist.is_initialized():
         dist.all_reduce(number, dist.ReduceOp.MIN)
@@ -235,26 +236,26 @@ def _least(here: int | None) -> int:
 
 
 def set_up_gpu(device: torch.device, model: nn.Module, compute_dtype: torch.dtype) -> list[str]:
-    """Set what holds for a GPU as a whole; return a line for each.
+    """Apply the settings that concern a whole GPU; return a log line for each.
 
-    In bf16 TF32 would touch one product only, the rotary embedding's, of position and frequency: it
-    would round an angle at position 1,000 by up to a quarter of a radian, and no validator or peer
-    does that. There it stays off. In float32 it is on, except in that product.
+    In bf16, TF32 would affect only one product, position times frequency in the rotary embedding.
+    It would round an angle at position 1,000 by up to a quarter of a radian, which no validator or
+    peer does. So in bf16 it stays off. In float32 it is on, except in that product.
     """
     allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     allocator = allocator or "torch default; PYTORCH_CUDA_ALLOC_CONF is empty"
     lines = [f"GPU memory allocator: {allocator}"]
     if compute_dtype != torch.float32:
-        return [*lines, "TF32: off: the computation is bf16, and what stays in float32 is exact"]
+        return [*lines, "TF32: off: the computation is bf16, and its float32 parts stay exact"]
     if torch.cuda.get_device_capability(device) < (8, 0):
-        return [*lines, "TF32: this GPU has none; products in float32 are slow"]
+        return [*lines, "TF32: not available on this GPU; float32 products are slow"]
     precision = torch.set_float32_matmul_precision
     precision("high")
     for name, module in model.named_modules():
         if name.endswith("rotary_emb"):
             module.register_forward_pre_hook(lambda *_: precision("highest"))
             module.register_forward_hook(lambda *_: precision("high"), always_call=True)
-    return [*lines, "✓ Enabled TF32 for products in float32, the rotary embedding's excepted"]
+    return [*lines, "✓ Enabled TF32 for float32 products, except in the rotary embedding"]
 
 
 def _recompute_and_compile(
@@ -266,28 +267,30 @@ def _recompute_and_compile(
 ) -> bool:
     """Set up activation checkpointing, then torch.compile; return whether blocks are compiled.
 
-    Wrapped, then compiled, then sharded: each must see the one before as part of the block. In
-    backward ``full`` recomputes every block, ``selective`` every second, ``budget`` of each block
-    what costs least, until half of what it kept is gone, which torch.compile works out.
+    Blocks are wrapped, then compiled, then sharded, since each stage must see the previous one as
+    part of the block. In backward, ``full`` recomputes every block and ``selective`` every second
+    block. With ``budget``, torch.compile decides for each block which results are the cheapest to
+    recompute, until only half of the activations are kept.
     """
     wanted = settings.compile == "on" or (settings.compile == "auto" and device.type == "cuda")
     problem = None
     if wanted:
         try:
-            # Try a small function: the usual failures, no C compiler or no Triton, show with any.
+            # Try a small function: it is enough to show the usual failures, such as no C compiler
+            # or no Triton.
             probe = torch.compile(lambda x: x * 2 + 1)
             probe(torch.ones(8, device=device))
         except Exception as error:  # noqa: BLE001 - a compiler may fail in any way; eager always works
-            # Put the type in front, since an assertion of the compiler may have no text.
+            # Include the type, since an assertion in the compiler may have no text.
             problem = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
     compiled = wanted and problem is None
     if mode == "budget" and not compiled:
         mode = "selective"
         say(
-            "Activation checkpointing: every second decoder layer is recomputed, since only "
-            "torch.compile, which is off, keeps to a budget"
+            "Activation checkpointing: every second decoder layer is recomputed, since a budget "
+            "needs torch.compile, which is off"
         )
-    # This setting belongs to the process, and a block reads it at its first run, so set it for
+    # This setting is global to the process, and a block reads it in its first run, so set it in
     # every mode.
     functorch_config.activation_memory_budget = (
         ACTIVATION_BUDGET if mode == "budget" else LIGHT_BUDGET
@@ -299,7 +302,7 @@ def _recompute_and_compile(
         for index in range(0, len(layers), 2 if mode == "selective" else 1):
             layers[index] = checkpoint_wrapper(layers[index])
     if compiled:
-        # Fix the shapes: otherwise a second size would make torch compile for any size, which is
+        # Fix the shapes: otherwise a second size would make torch compile dynamic shapes, which are
         # slower from then on.
         for block in blocks_of(model):
             block.compile(dynamic=False)
@@ -310,24 +313,24 @@ def _recompute_and_compile(
 
 
 def _make_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
-    """Make a mesh of one dimension over the ranks of a copy.
+    """Make a one-dimensional mesh over the ranks of the model's copy.
 
-    If machines hold copies, they are the first of two dimensions. A single rank gets a process
-    group if there is none.
+    If several machines hold copies, the mesh has two dimensions, and the copies come first. A
+    single rank gets a process group if there is none.
     """
     if not dist.is_initialized():
         if layout.world_size != 1:
             raise ConfigError(
-                f"world size {layout.world_size} but no process group, so ranks cannot meet: start "
-                "the miner through its launcher or torchrun"
+                f"world size {layout.world_size} but no process group, so ranks cannot connect: "
+                "start the miner with its launcher or torchrun"
             )
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if layout.replicas == 1:
         return init_device_mesh(device.type, (layout.world_size,))
     ranks = torch.arange(layout.world_size).view(layout.replicas, layout.shards)
-    # Groups that a mesh creates have torch's timeout of 30 minutes and not the default group's.
-    # --neuron.hang_timeout would come first then, and could not name the rank that hangs.
+    # Groups created by a mesh use torch's timeout of 30 minutes, not the default group's. Then
+    # --neuron.hang_timeout would expire first, without being able to name the rank that hangs.
     groups = [
         dist.new_subgroups_by_enumeration(lists, timeout=COLLECTIVE_TIMEOUT)[0]
         for lists in (ranks.T.tolist(), ranks.tolist())
@@ -338,9 +341,9 @@ def _make_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
 
 
 def _gradient_places(modules: list[FSDPModule]) -> Iterator[tuple[Any, str]]:
-    """Yield the object and the attribute of each gradient that a backward may leave behind."""
+    """Yield the object and attribute of each place where a backward may leave a gradient."""
     for module in modules:
-        # A gradient kept in the gathered parameter survives a reset and a reshard.
+        # A gradient that is kept in the gathered parameter survives a reset and a reshard.
         state: Any = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:  # torch 2.11 has at most one group
@@ -358,16 +361,16 @@ def _gradient_places(modules: list[FSDPModule]) -> Iterator[tuple[Any, str]]:
 def _reset_iter_state(root: Any) -> None:
     """Do in torch 2.11 what ``reset_iter_state`` of torch 2.12 does after a failed backward.
 
-    FSDP clears its flags in a callback at the end of a backward. One that raised never gets there:
-    the callback stays marked as queued and every state as in its backward, so that all later hooks
-    return early. Nothing is then accumulated or reduced again, and the step's gradient is zero.
+    FSDP clears its flags in a callback at the end of a backward. If the backward raises, that never
+    runs: the callback stays marked as queued and every state as being in backward, so all later
+    hooks return early. Then nothing is accumulated or reduced any more, and the step's gradient is
+    zero.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     state = root._get_fsdp_state()
     shared, transfers = state._state_ctx, state._comm_ctx
-    # Wait for a gather or reduction under way, whose memory must not be given to others before it
-    # ends.
+    # Wait for a gather or a reduction in progress: its memory must not be reused before it ends.
     for under_way in (transfers.all_gather_state, transfers.reduce_scatter_state):
         if under_way is not None and under_way.event is not None:
             state._device_handle.current_stream().wait_event(under_way.event)
@@ -394,11 +397,11 @@ def load_file(
     *,
     more: Collection[str] = (),
 ) -> None:
-    """Load weights from rank 0's file at ``path``, which every rank passes. Collective.
+    """Load weights from rank 0's file at ``path``; every rank passes the same path. Collective.
 
-    The ranks of its machine read their own rows there, and other machines get theirs from them.
-    ``more``: names that the file has too, which are not loaded. Raises ValueError on all ranks
-    alike, changing nothing.
+    The ranks on rank 0's machine read their own rows, and send them to the other machines.
+    ``more``: other names in the file, which are not loaded. Raises ValueError on all ranks alike,
+    without changing anything.
     """
     error, problem, layout = None, None, stream.layout
     try:
@@ -409,12 +412,12 @@ def load_file(
         problem = f"{type(failure).__name__}: {failure}"
     if problem is not None:
         error = f"{path} was not loaded: {problem}. Fetch the global state again"
-    # Compare every shape before the first row is copied, so that a file of another model changes
+    # Compare every shape before copying the first row, so that a file of another model changes
     # nothing.
     stream.raise_if_any(error, ValueError)
     with safe_open(path, "pt") if layout.on_node_0 else nullcontext() as opened:
         for shard in shards:
-            # safetensors refuses the empty slice of a rank that has no rows.
+            # safetensors does not accept the empty slice of a rank that has no rows.
             if opened is None or shard.start == shard.stop:
                 rows = shard.empty_rows()
             else:
@@ -436,13 +439,13 @@ def _mismatch(shards: Sequence[ParameterShard], file: Any, more: Collection[str]
     for shard in shards:
         name = shard.name
         if name not in unknown:
-            return f"it holds no {name}"
+            return f"it has no {name}"
         unknown.remove(name)
         found = file.get_slice(name)
         shape, dtype = tuple(found.get_shape()) or (1,), found.get_dtype()
         if shape != shard.shape:
-            return f"{name} is {shape}, the model has {shard.shape}"
-        # Refuse it here: later torch would fail for such a type or value, after some rows were
+            return f"{name} is {shape}, but the model has {shard.shape}"
+        # Refuse it here: otherwise torch would fail on such a type later, after some rows were
         # copied.
         if dtype not in ("F64", "F32", "F16", "BF16"):
             return f"{name} holds {dtype}, not floating-point numbers"

@@ -1,9 +1,9 @@
-"""Measure the speed of training: a step's time and MFU, and a profiler trace on request.
+"""Measure training speed: a step's time and MFU, and a profiler trace on request.
 
-A step's time is wall time: from the end of the step before to its own end. It includes whatever
-happens between two micro-batches (commands of rank 0, waiting for data, an upload's copy, a
-checkpoint): an hour has no more steps than that. Only pauses of a round are left
-out (:meth:`StepMeter.pause`), since then there is nothing to train.
+A step's time is wall time, from the end of the previous step to its own end. It includes whatever
+happens between two micro-batches (rank 0's commands, waiting for data, an upload's copy, a
+checkpoint), because all of that reduces the number of steps per hour. Only a round's pauses are
+excluded (:meth:`StepMeter.pause`), since there is nothing to train on during a pause.
 
 Model FLOPs utilization, as PaLM defines it (Chowdhery et al. 2022, appendix B):
 
@@ -11,12 +11,12 @@ Model FLOPs utilization, as PaLM defines it (Chowdhery et al. 2022, appendix B):
     MFU = tokens per second * FLOPs per token / (GPUs * peak)
 
 ``N`` counts the trained parameters that take part in a matrix product, ``F`` the frozen ones, which
-get no gradient. The input embedding is a look-up and is left out unless it is tied to the head.
-Recomputed activations do not count, so activation checkpointing lowers MFU. Attention is counted
-whole although a causal kernel does half of it; at 1024 tokens that flatters a 4B model by less than
-2 %.
+get no gradient. The input embedding is a lookup and is left out unless it is tied to the head.
+Recomputed activations do not count, so activation checkpointing lowers MFU. Attention is counted in
+full although a causal kernel does only half of it; at 1024 tokens that inflates the MFU of a 4B
+model by less than 2 %.
 
-Peaks are those of :mod:`distributed_training.common.gpus`.
+The peaks come from :mod:`distributed_training.common.gpus`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 def flops_per_token(model: nn.Module, sequence_length: int) -> float:
-    """Forward and backward of one token (formula above). Works on the meta device."""
+    """Return the FLOPs per token of forward and backward (formula above). Needs no real weights."""
     config: Any = model.config
     inputs: Any = model.get_input_embeddings()  # type: ignore[operator]
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
@@ -52,10 +52,11 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float:
 
 
 class StepMeter:
-    """Measures one step after the other on ``device``.
+    """Measures each step on ``device``.
 
-    ``utilization``: how busy this rank's GPU is, in percent; None if nothing measures it.
-    ``flops_per_token``: this rank's share of the model's. Without a known peak there is no MFU.
+    ``utilization``: returns how busy this rank's GPU is, in percent; None if nothing measures it.
+    ``flops_per_token``: this rank's share of the model's FLOPs. Without a known peak there is no
+    MFU.
     """
 
     def __init__(
@@ -73,34 +74,34 @@ class StepMeter:
         self.peak = None
         if device.type == "cuda":
             self.peak = peak_flops(torch.cuda.get_device_name(device))
-        # When the previous step ended, or when the first batch was taken.
+        # The time at which the previous step ended or the first micro-batch was requested.
         self._began: float | None = None
         self._paused = 0.0
         self._waited = 0.0
 
     def micro_batch(self, data_wait_seconds: float) -> None:
-        """Note that a micro-batch begins, after ``data_wait_seconds`` of waiting for it."""
+        """Record that a micro-batch begins, after ``data_wait_seconds`` of waiting for it."""
         if self._began is None:
             self._began = self._clock() - data_wait_seconds
             self._paused = 0.0
         self._waited += data_wait_seconds
 
     def pause(self, seconds: float) -> None:
-        """Leave ``seconds``, in which there was nothing to train, out of the step's time."""
+        """Exclude ``seconds`` from the step's time: there was nothing to train on."""
         self._paused += seconds
 
     def drop(self) -> None:
-        """Give up the step under way; the next one begins with its first micro-batch."""
+        """Abandon the current step; the next one begins with its first micro-batch."""
         self._began, self._paused, self._waited = None, 0.0, 0.0
 
     def finish(self, tokens: int) -> dict[str, Any]:
-        """Return the times of the step that ends now, for its report; the next step begins."""
+        """End the current step and return its measurements for the report; the next step begins."""
         now = self._clock()
         began = now if self._began is None else self._began
         seconds = max(now - began - self._paused, 1e-9)
         waited, self._began, self._paused, self._waited = self._waited, now, 0.0, 0.0
         memory = None
-        if self._device.type == "cuda":  # the peak since the last step
+        if self._device.type == "cuda":  # record the peak since the previous step
             memory = torch.cuda.max_memory_allocated(self._device) / 1e9
             torch.cuda.reset_peak_memory_stats(self._device)
         speed = tokens * self._flops_per_token / seconds
@@ -115,9 +116,10 @@ class StepMeter:
 
 
 def start_profiler(*, steps: int, rank: int) -> profile:
-    """Record ``steps`` inner steps after the first three; its ``step`` is called after each.
+    """Record ``steps`` inner steps after the first three.
 
-    Writes ``profile-rank-R.json`` (Chrome trace) into the current folder.
+    The caller calls ``step`` of the returned profiler after each inner step. The result,
+    ``profile-rank-R.json`` (a Chrome trace), is written to the current folder.
     """
     from torch.profiler import profile, schedule
 
@@ -127,8 +129,8 @@ def start_profiler(*, steps: int, rank: int) -> profile:
         recorded.export_chrome_trace(str(path))
         log.info("Profile of %d inner steps written to %s", steps, path)
 
-    # The first steps compile and fill the allocator. The step before the recorded one is recorded
-    # too and thrown away, since the profiler is slow in its first step.
+    # The first steps compile and fill the allocator. The step before the recorded ones is recorded
+    # too but discarded, since the profiler is slow in its first step.
     profiler = profile(
         schedule=schedule(wait=2, warmup=1, active=steps, repeat=1),
         on_trace_ready=write,

@@ -1,6 +1,6 @@
-"""Train one rank: model, inner steps, outer step.
+"""Train one rank: the model, its inner steps and its outer step.
 
-All ranks call the same methods in the same order. Nothing here talks to a network beyond the
+All ranks call the same methods in the same order. Nothing here uses the network except for the
 process group, and nothing waits for a device more than once per inner step.
 """
 
@@ -32,8 +32,8 @@ from .throughput import StepMeter, start_profiler
 
 log = logging.getLogger(__name__)
 
-#: Inner steps in a row with NaN or Inf after which the last good checkpoint is loaded, and inner
-#: steps that then run at half the learning rate: the same data at the same rate would diverge
+#: After this many consecutive inner steps with NaN or Inf, the last good checkpoint is loaded. Then
+#: this many inner steps run at half the learning rate: the same data at the same rate would diverge
 #: again.
 NAN_LIMIT, SLOW_STEPS = 3, 50
 
@@ -41,22 +41,22 @@ NAN_LIMIT, SLOW_STEPS = 3, 50
 class Trainer(HeldWeights):
     """Trains one rank: model, inner optimizer, schedule, outer step, epoch start.
 
-    Ranks meet in the default process group; on GPUs initialise it with ``"cpu:gloo,cuda:nccl"``. A
-    single rank needs none.
+    Ranks communicate in the default process group; on GPUs initialise it with
+    ``"cpu:gloo,cuda:nccl"``. A single rank needs no group.
 
     Args:
         settings: The training settings of the network's file and of this miner.
         model_config: Content of a ``config.json``.
-        device: Where this rank trains.
-        layout: This rank's place among the ranks; None: it is the only one.
+        device: The device that this rank trains on.
+        layout: This rank's place among the ranks; None: it is the only rank.
         utilization: Returns the utilization of this rank's GPU in percent, or None if unknown.
-        say: Is called with one line of text for each thing that was decided, and why.
-        frozen: Rank 0's safetensors file of the frozen parameters; None: all are trained.
-        run_folder: Remembers how many sequences the GPU holds, in ``micro-batch.json``; None:
-            nothing is remembered.
+        say: Called for each decision, with one line that states it and the reason.
+        frozen: Rank 0's safetensors file with the frozen parameters; None: all are trained.
+        run_folder: The folder for ``micro-batch.json``, which records how many sequences the GPU
+            can hold; None: nothing is recorded.
 
     Raises:
-        ConfigError: For settings that the model or the hardware cannot follow.
+        ConfigError: For settings that the model or the hardware does not support.
 
     Examples:
         ```python
@@ -107,10 +107,10 @@ class Trainer(HeldWeights):
         self._say = say if self.rank == 0 else log.debug
 
         wanted = settings.local_batch_size_train
-        # The memory plan needs a size before one can be measured.
+        # The memory plan needs a micro-batch size before the size can be measured.
         effective = settings.local_batch_size_train_effective
         self.plan_micro_batches(1 if isinstance(wanted, str) else min(wanted, effective))
-        # Plan memory before the model, whose form follows from the plan.
+        # Look up the known sizes first: the memory plan, and so the model's form, depends on them.
         path = None if run_folder is None else run_folder / "micro-batch.json"
         known = KnownSize(path, facts_of(settings, model_config, device, layout.shards))
         torch.manual_seed(settings.seed)
@@ -123,7 +123,8 @@ class Trainer(HeldWeights):
             rung=known.rung,
             say=self._say,
         )
-        # Open the stream after the model, since all ranks must create their groups in one order.
+        # Open the stream after building the model: all ranks must create their groups in the same
+        # order.
         stream = open_stream(layout)
         shards = self.sharded.shards
         self.schedule = Schedule.of(settings)
@@ -164,10 +165,10 @@ class Trainer(HeldWeights):
         if settings.profile_steps:
             self._profiler = start_profiler(steps=settings.profile_steps, rank=self.rank)
         if isinstance(wanted, str):
-            # Do this after the optimizer, since ``auto`` measures what is left of the device's
-            # memory.
+            # Do this after creating the optimizer, since ``auto`` measures what is left of the
+            # device's memory.
             def end_step() -> None:
-                # Run norm and optimizer before there are weights; the optimizer is reset
+                # Run the norm and the optimizer before weights are loaded; the optimizer is reset
                 # afterwards.
                 gradients = self.step.gradients()
                 self._reduce(gradients)
@@ -179,10 +180,10 @@ class Trainer(HeldWeights):
     # --- batch arithmetic ----------------------------------------------------------------------
 
     def plan_micro_batches(self, size: int) -> None:
-        """Plan micro-batches of another size from now on, at a step's boundary.
+        """Plan micro-batches of another size from now on. Call this at a step boundary.
 
         Args:
-            size: Sequences of a micro-batch.
+            size: Sequences per micro-batch.
         """
         self.micro_batch_size = size
         self.batch_plan = plan_batch(
@@ -198,13 +199,13 @@ class Trainer(HeldWeights):
     def load_weights(self, path: Path | None) -> None:
         """Load rank 0's safetensors file into the shards of all ranks.
 
-        Optimizer state and schedule stay. Collective.
+        The optimizer state and the schedule stay unchanged. Collective.
 
         Args:
-            path: Rank 0's file. Other ranks' value is ignored.
+            path: Rank 0's file. The value on other ranks is ignored.
 
         Raises:
-            ValueError: On all ranks, if the file is not this model's. Nothing has changed.
+            ValueError: On all ranks, if the file does not match this model. Nothing has changed.
         """
         self.copier.finish()
         super().load_weights(path)
@@ -219,15 +220,15 @@ class Trainer(HeldWeights):
         return kept / max(1, sum(shard.local.numel() for shard in self.shards))
 
     def drop_step(self) -> None:
-        """Forget an inner step that is not finished, and every gathered weight."""
+        """Forget an unfinished inner step, and every gathered weight."""
         self.step.drop()
         self._meter.drop()
 
     def pause(self, seconds: float) -> None:
-        """Leave a pause out of the inner step's time.
+        """Exclude a pause from the inner step's time.
 
         Args:
-            seconds: The time without anything to train.
+            seconds: How long there was nothing to train on.
         """
         self._meter.pause(seconds)
 
@@ -239,9 +240,9 @@ class Trainer(HeldWeights):
             **self._progress,
             "schedule": self.schedule.state_dict(),
             "pending": self.step.pending(),  # so that no micro-batch is lost or trained twice
-            # One 0 for each micro-batch, the same on all ranks: at another layout there is none to
-            # run again. The name is that of 0.2.0, which reads these checkpoints if an operator
-            # goes back to it.
+            # One 0 for each micro-batch, the same on all ranks: with another layout this shows that
+            # micro-batches were dropped. The name comes from 0.2.0, which can read these
+            # checkpoints if an operator goes back to it.
             "domains": [0] * len(self.step.batches),
         }
         # No two of these share a key.
@@ -250,7 +251,7 @@ class Trainer(HeldWeights):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Restore a :meth:`state_dict`, with this rank's rows. Collective.
+        """Restore a :meth:`state_dict` that has this rank's rows. Collective.
 
         Args:
             state: A :meth:`state_dict`, saved by any number of ranks.
@@ -266,15 +267,15 @@ class Trainer(HeldWeights):
         self._load_progress(state)
         if state["pending"] is None:
             return not state["domains"]
-        # Run them again, since their gradients were not stored, unless they fit no step of these
-        # flags.
+        # Run the pending micro-batches again, since their gradients were not stored, unless they do
+        # not fit a step with the current flags.
         pending: Tensor = state["pending"]
         shape = (self.micro_batch_size, self.settings.sequence_length)
         if tuple(pending.shape[1:]) != shape or len(pending) >= self.batch_plan.micro_batches:
             self._say(
-                f"{len(pending)} micro-batch(es) of the inner step under way are dropped: they are "
-                f"of {tuple(pending.shape[1:])} tokens, the flags say {shape} and "
-                f"{self.batch_plan.micro_batches} a step"
+                f"{len(pending)} micro-batch(es) of the unfinished inner step are dropped: they "
+                f"have {tuple(pending.shape[1:])} tokens, but the flags say {shape} and "
+                f"{self.batch_plan.micro_batches} per step"
             )
             return False
         for batch in pending:
@@ -284,19 +285,20 @@ class Trainer(HeldWeights):
     # --- inner step ----------------------------------------------------------------------------
 
     def add_micro_batch(self, rows: Tensor, *, data_wait_seconds: float = 0.0) -> StepReport | None:
-        """Train on one micro-batch; return the report of a finished inner step, else None.
+        """Train on one micro-batch; return a report if this finishes an inner step, else None.
 
         Args:
             rows: int64 ``(micro_batch_size, sequence_length)`` token ids, on the host.
-            data_wait_seconds: Time for which this rank waited for them.
+            data_wait_seconds: How long this rank waited for them.
 
         Raises:
-            ValueError: For another shape than that of the settings.
-            torch.OutOfMemoryError: When no sequence fits, or other ranks are left in a collective.
+            ValueError: If the shape does not match the settings.
+            torch.OutOfMemoryError: If not even one sequence fits, or if memory ran out while other
+                ranks are in a collective.
         """
         expected = (self.micro_batch_size, self.settings.sequence_length)
         if tuple(rows.shape) != expected:
-            raise ValueError(f"micro-batch of shape {tuple(rows.shape)}, expected {expected}")
+            raise ValueError(f"micro-batch has shape {tuple(rows.shape)}, expected {expected}")
         self._meter.micro_batch(data_wait_seconds)
         self.step.batches.append(rows)
         self._forward_backward(rows)
@@ -304,22 +306,22 @@ class Trainer(HeldWeights):
         return self.train_step() if done else None
 
     def train_step(self) -> StepReport:
-        """Take the inner step whose micro-batches have all gone forward and backward."""
+        """Take the inner step, after forward and backward of all its micro-batches."""
         gradients = self.step.gradients()
         loss, norm = self._reduce(gradients)
         rate = self.schedule.rate(self.total_inner_steps)
-        # All ranks have the same two numbers, so all of them apply the step or none does.
+        # All ranks have the same two numbers, so either all of them apply the step, or none.
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
             clip = self.settings.gradient_clip
             if clip and norm > clip:
                 torch._foreach_mul_(gradients, clip / (norm + 1e-6))
-            # Finish copies first: they are of the weights and moments before this step.
+            # Finish boundary copies first: they need the weights and moments before this step.
             self.copier.finish()
             self.optimizer.step(gradients, rate)
             for item in self.sharded.shards:
-                # Set None, not zero: FSDP adds to what is there, and the next step begins with
-                # nothing.
+                # Set None, not zero: FSDP adds to an existing gradient, and the next step must
+                # start with none.
                 item.dtensor.grad = None
             self.inner_step += 1
             self.total_inner_steps += 1
@@ -335,16 +337,17 @@ class Trainer(HeldWeights):
             log.warning(line)
             self.step.notes.append(line)
         report = self._report(loss, norm if finite else None, rate)
-        # Weights that FSDP gathered were dropped by the last backward, unless it was not finite.
+        # The last backward has dropped FSDP's gathered weights. If the result was not finite, drop
+        # the whole step.
         self.step.forget() if finite else self.drop_step()
         if self._profiler is not None:
             self._profiler.step()
         return report
 
     def _forward_backward(self, rows: Tensor) -> None:
-        """Add the gradients of a micro-batch; after a failure run all of the step again."""
+        """Add the gradients of a micro-batch; after a failure run the whole step again."""
         step, plan = self.step, self.batch_plan
-        missing = [rows]  # micro-batches that are not in the sum of gradients yet
+        missing = [rows]  # micro-batches that the summed gradients do not include yet
         while missing:
             started, failed = time.perf_counter(), False
             last_batch = len(missing) == 1 and len(step.batches) == plan.micro_batches
@@ -354,17 +357,17 @@ class Trainer(HeldWeights):
                     step.set_last(last_batch and number == len(pieces))
                     loss_sum, count = self.sharded.root(self.sharded.root.kind.batch(piece))
                     (loss_sum / self._predictions).backward()
-                    # Add up on the device: ``float(loss_sum)`` would wait for everything that is
-                    # queued, at each micro-batch.
+                    # Add up on the device: ``float(loss_sum)`` would wait for all queued work in
+                    # each micro-batch.
                     step.loss_sum += loss_sum.detach()
                     step.count += count
-            except step.failures as error:  # out of memory, or an error of the compiler
-                step.prepare_again(error, plan)  # this raises if other ranks wait in a collective
+            except step.failures as error:  # out of memory, or a compiler error
+                step.prepare_again(error, plan)  # raises if other ranks are in a collective
                 failed = True
             if failed:
-                # Run the step again only here, after the error has gone: it held the frames of the
+                # Run the step again only here, where the error is gone: it held the frames of the
                 # failed pass, and the loss held its activations. The whole step runs again, since
-                # its pieces have another size now.
+                # its pieces now have another size.
                 loss_sum = None
                 step.discard(free=True)
                 missing = list(step.batches)
@@ -374,9 +377,10 @@ class Trainer(HeldWeights):
 
     @property
     def _predictions(self) -> int:
-        """Return by how many predictions a rank divides its loss, before it knows how many it has.
+        """Return the number of predictions that a rank divides its loss by.
 
-        FSDP divides by the world size; a rank's share of the mean is therefore its own mean.
+        It is fixed before the real number is known. FSDP divides by the world size, so a rank's
+        share of the mean is its own mean.
         """
         return (
             self.batch_plan.micro_batches
@@ -385,18 +389,18 @@ class Trainer(HeldWeights):
         )
 
     def _reduce(self, gradients: list[Tensor]) -> tuple[float, float]:
-        """Return the mean loss and the norm of the mean's gradient, over all ranks."""
-        # Add up in float64, since the square of a large float32 norm overflows.
+        """Return the mean loss over all ranks and the norm of its gradient."""
+        # Add up in float64, since the square of a large float32 norm would overflow.
         norms = torch._foreach_norm([g for g in gradients if g.numel()])
         square = torch.stack([n.double() for n in norms]).square().sum()
-        # A step waits for the device only here. Another wait would cost the time in which the host
-        # queues kernels ahead, so loss and norm are read together.
+        # A step waits for the device only here. During a second wait the host could not queue
+        # kernels ahead, so loss and norm are read together.
         sums = torch.stack([self.step.loss_sum.double(), square]).tolist()
         loss, square_sum, count = self.stream.sum([*sums, self.step.count])
-        # All copies have the same gradient.
+        # Every copy has the same gradient, so the sum counts it once per copy.
         norm = (square_sum / self.stream.layout.replicas) ** 0.5
         predictions = self._predictions * self.world_size
-        if count not in (0, predictions):  # a kind of model may not predict each token
+        if count not in (0, predictions):  # some kinds of model do not predict every token
             torch._foreach_mul_(gradients, predictions / count)
             norm *= predictions / count
         return loss / (count or predictions), norm
@@ -419,7 +423,7 @@ class Trainer(HeldWeights):
         )
 
     def _warn_near_the_end(self, rate: float) -> None:
-        """Warn once per start that the schedule is where its rate is the lowest."""
+        """Warn once per start that the schedule has reached its lowest rate."""
         end = self.schedule.end
         if end is None or self.rank != 0 or self._warned_of_the_end:
             return
@@ -427,17 +431,17 @@ class Trainer(HeldWeights):
             self._warned_of_the_end = self.total_inner_steps >= end
             if self._warned_of_the_end:
                 log.warning(
-                    "Inner step %d is the end of the decay: the learning rate is 0, so nothing is "
-                    "learned any more: the founder exports the model, or signs a file without "
-                    "training.decay_from",
+                    "Inner step %d is the end of the decay: the learning rate is 0, so training "
+                    "has no effect any more: the founder can export the model, or sign a network's "
+                    "file without training.decay_from",
                     self.total_inner_steps,
                 )
         elif self.total_inner_steps >= NEAR_THE_END * end:
             self._warned_of_the_end = True
             log.warning(
                 "Inner step %d of training.total_steps %d: the learning rate is at %.0f %% of its "
-                "peak and stays there, so later steps learn slowly: a network's file with a larger "
-                "value, such as %d, raises it again",
+                "peak and stays there, so later steps learn slowly: to raise it, the founder can "
+                "sign a network's file with a larger training.total_steps, such as %d",
                 self.total_inner_steps,
                 end,
                 100 * rate / self.schedule.peak,
@@ -446,7 +450,7 @@ class Trainer(HeldWeights):
 
     @property
     def wants_roll_back(self) -> bool:
-        """True after :data:`NAN_LIMIT` skipped inner steps in a row: load the last checkpoint."""
+        """True after :data:`NAN_LIMIT` consecutive skipped steps: load the last checkpoint."""
         return self.skipped_in_a_row >= NAN_LIMIT
 
     def slow_down(self) -> None:

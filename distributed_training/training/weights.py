@@ -1,6 +1,6 @@
-"""Read the files of the network's weights, and hold them between two outer steps.
+"""Read the network's weight files, and hold the weights between two outer steps.
 
-A file is foreign bytes: each function checks names, shapes and that all values are finite.
+The files are not trusted: the functions check names and shapes, and that all values are finite.
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 
 def model_bytes(schema: Schema) -> int:
-    """Return the most bytes of a float32 ``model.safetensors`` (it may hold tied weights twice)."""
+    """Return the largest size of a float32 ``model.safetensors``, in bytes.
+
+    It may hold tied weights twice.
+    """
     tensors = sum(4 * math.prod(shape) + 256 + len(name) for name, shape in schema)
     return 2 * tensors + 1024 * 1024
 
 
 def load_weights(path: Path, schema: Schema) -> list[Tensor]:
-    """Load float32 tensors in the order of ``schema``; names outside it are left out.
+    """Load float32 tensors in the order of ``schema``; other tensors in the file are ignored.
 
-    Raises ValueError for a missing name, another shape, NaN or Inf, or an unreadable file.
+    Raises ValueError for a missing name, a wrong shape, NaN or Inf, or an unreadable file.
     """
     try:
-        # The file is memory-mapped, so only one tensor is in memory.
+        # The file is memory-mapped, so the rest of it takes no memory.
         with safe_open(path, "pt") as file:
             missing = sorted({name for name, _ in schema} - set(file.keys()))
             if missing:
@@ -47,21 +50,21 @@ def load_weights(path: Path, schema: Schema) -> list[Tensor]:
             ]
     except ValueError:
         raise
-    except Exception as error:  # noqa: BLE001 - foreign bytes: of a type torch lacks, for one
+    except Exception as error:  # noqa: BLE001 - foreign bytes, such as a type that torch lacks
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{path.name} cannot be read: {why:.200}") from None
 
 
 def checked_tensor(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor of a file as float32.
+    """Return a tensor from a file as float32.
 
-    Raises ValueError for another shape or type, NaN or Inf.
+    Raises ValueError for a wrong shape or type, NaN or Inf.
     """
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{path.name}: {name} has shape {tuple(tensor.shape)}, not {shape}")
     floats = tensor.to(torch.float32)  # a finite float64 may become Inf
     if not tensor.is_floating_point() or not bool(torch.isfinite(floats).all()):
-        raise ValueError(f"{path.name}: {name} is not finite floating-point numbers")
+        raise ValueError(f"{path.name}: {name} is not finite or not floating-point")
     return floats
 
 
@@ -70,8 +73,8 @@ class GlobalState:
     """The network's model between two rounds.
 
     Tensors are float32 on the CPU, in schema order, and never changed in place.
-    ``total_inner_steps``: as many as a miner has done that trained from the beginning;
-    ``total_tokens``: those of all miners.
+    ``total_inner_steps``: the number that a miner has taken if it trained from the beginning;
+    ``total_tokens``: the number for all miners together.
     """
 
     model_config: Mapping[str, Any]

@@ -1,6 +1,6 @@
-"""Run the reference validator: it leads rounds, judges uploads, publishes the global state.
+"""Run the reference validator: it leads rounds, judges uploads and publishes the global state.
 
-``program`` (start and stop, from the configuration), ``store_rounds`` (the loop and its rounds, of
-which ``closes`` and ``average`` are the parts), ``global_state`` (whose the bucket is),
-``standings`` (scores). Nothing is imported here.
+``program`` starts and stops it, as configured. ``store_rounds`` has the loop and its rounds;
+``closes`` and ``average`` are parts of them. ``global_state`` checks which network the bucket
+belongs to, and ``standings`` keeps the scores. Nothing is imported here.
 """

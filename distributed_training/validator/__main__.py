@@ -1,9 +1,10 @@
-"""The validator as a program: publish the global state, call rounds, score uploads until a stop.
+"""The validator as a program: publish the global state, lead rounds and score uploads.
 
     python -m distributed_training.validator --wallet.name W --wallet.hotkey H ...
 
-One process, and the swarm's own. ``dt-validator`` and ``neurons/validator.py`` are this program.
-Exit status: 0 stopped as asked, 1 a fault (a start may help), 2 the settings are refused.
+It runs as a single process until it is stopped. ``dt-validator`` and ``neurons/validator.py`` are
+this program. Exit status: 0 stopped as asked, 1 a fault (a restart may help), 2 the settings are
+refused.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the validator to its end. Return the exit status."""
+    """Run the validator until it ends, and return its exit status."""
     from distributed_training.config import ConfigError, exit_with, load_config
 
     try:
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     status = run_validator(config)
     if status == ExitStatus.AGAIN and argv is None:
-        # Replace this process, so that its supervisor sees no end and no failure.
+        # Replace this process, so that its supervisor sees neither an exit nor a failure.
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     return status
 

@@ -1,9 +1,9 @@
-"""Take part in the members' all-reduce, and let the update follow from its average if it is sound.
+"""Take part in the members' all-reduce, and make the update from its average if it is sound.
 
-The validator's peer sends zeros with nearly no weight and reduces nothing, but it receives the
-average of all others. The update follows from that average if it passes all checks; otherwise it
-is the merge of the accepted uploads, as in a store network. The manifest says which of the two it
-is and why, who took part, and by how much the two differ.
+The validator's peer sends zeros with almost no weight and reduces nothing, but it receives the
+average of all other peers. The update is made from that average if the average passes all checks.
+Otherwise the update is the merge of the accepted uploads, as in a store network. The manifest says
+which of the two was used and why, who took part, and by how much the two differ.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from distributed_training.validator.store_rounds import StoreValidator
 
 log = logging.getLogger(__name__)
 
-_ALIKE = 0.01  # norm of the difference from the merge, as a part of the merge's
+_ALIKE = 0.01  # largest norm of the difference from the merge, as a fraction of the merge's norm
 
 
 def kind_of_validator(config: Config) -> type[StoreValidator]:
@@ -52,7 +52,7 @@ def kind_of_validator(config: Config) -> type[StoreValidator]:
 
 
 class AveragingValidator(StoreValidator):
-    """Leads rounds of a network over hivemind."""
+    """Leads the rounds of a network over hivemind."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,15 +60,15 @@ class AveragingValidator(StoreValidator):
         after = config.rounds.average_after.total_seconds()
         self._membership = Membership(self.member.chain.neurons, own, own, after)
         self._open_peer = partial(open_peer, config, self.member, self.folder)
-        self.peer: ChildProcess  # since the start
-        self._ordered: Intake | None = None  # the close for which the last order was
+        self.peer: ChildProcess  # set by start()
+        self._ordered: Intake | None = None  # the close that the last order was for
         self._order: Order | None = None
         self._answer: Answer | None = None
-        self._averaging = Averaging("merge", "")  # averaging of the present close
+        self._averaging = Averaging("merge", "")  # the averaging at the current close
         self._sampled: Set[str] = set()  # hotkeys of the members whose uploads are judged
 
     def start(self, state: GlobalState, *, found: bool) -> None:
-        """Start the peer process too. Raises OSError as well."""
+        """Start the peer process too. It may also raise OSError."""
         super().start(state, found=found)
         self.peer = self._open_peer(state.schema, self._on_answer)
 
@@ -83,8 +83,8 @@ class AveragingValidator(StoreValidator):
         hotkeys = [miner.hotkey for miner in miners if miner.uid in members]
         most = self.config.rounds.sample or len(hotkeys)
         drawn = self._draw(serial).sample(hotkeys, min(most, len(hotkeys)))
-        # Another validator takes no place of the sample. It is looked at too, because its first
-        # upload makes it a member.
+        # Other validators take no place in the sample. Their uploads are looked for anyway, because
+        # a first upload makes a validator a member.
         self._sampled = {*drawn} | {m.hotkey for m in miners if m.uid not in members}
         return super()._choose_awaited(serial, miners) & self._sampled
 
@@ -121,16 +121,16 @@ class AveragingValidator(StoreValidator):
         except NoAllReduce as error:
             why = printable(str(error), 300)
             self._averaging = replace(self._averaging, source="merge", why=why)
-            # At the first close nobody averages, so nothing has failed.
+            # At the first close nobody averages, so this is not a failure.
             text = lines.all_reduce_failed(2) if self._order else "No average"
             level = logging.WARNING if self._order else logging.INFO
             log.log(level, "%s: %s. The outer step is the merge of the uploads", text, error)
             return super()._merge_all(close, uids)
 
     def _merge_average(self, close: Intake, uids: Sequence[int]) -> MergedSome:
-        """Return what the average leads to, in place of the uploads of ``uids``.
+        """Merge the members' average instead of the uploads of ``uids``, and return the result.
 
-        Raises NoAllReduce.
+        Raises NoAllReduce if the average cannot be used.
         """
         order, answer = self._order, self._answer
         if order is None or answer is None or answer.failed:
@@ -142,29 +142,29 @@ class AveragingValidator(StoreValidator):
         for uid in took_part:
             refused = close.refused.get(uid)
             if refused is not None and refused.cause not in NO_FAULT:
-                why = f"uid {uid} took part, and its upload was refused ({refused.cause})"
+                why = f"uid {uid} took part, but its upload was refused ({refused.cause})"
                 raise NoAllReduce(why)
         mine = [uid for uid in uids if uid in took_part]
         if not mine:
-            raise NoAllReduce("no member took part whose upload was accepted")
+            raise NoAllReduce("no member whose upload was accepted took part")
         if any(close.accepted[uid].share < 1 for uid in mine):
             raise NoAllReduce("uploads of several members are alike, and would count several times")
         try:
             average = Average(Path(order.average), self.state.schema)
         except (ValueError, OSError) as error:
             raise NoAllReduce(str(error)) from None
-        # Where an upload of a participant was not fetched, there is nothing to compare with.
+        # If a participant's upload was not fetched, there is nothing to compare the average with.
         found = [close.accepted[uid] for uid in uids] if {*took_part} <= {*uids} else []
         chosen = [(one.file, clip_factor(one.norm, order.longest)) for one in found]
         norm = self._compare(chosen, average, owners)
         difference, suspects = self._averaging.difference, self._averaging.suspects
         if not norm <= order.longest:  # NaN is refused too
             raise NoAllReduce(
-                f"its norm is {norm:.3g}, that of an upload usually {order.usual:.3g}"
+                f"its norm is {norm:.3g}, but the usual norm of an upload is {order.usual:.3g}"
             )
         if difference is not None and difference > _ALIKE:
             blamed = ", ".join(map(str, suspects))
-            where = f"; it differs where uid {blamed} reduced it" if blamed else ""
+            where = f"; it differs in what uid {blamed} reduced" if blamed else ""
             raise NoAllReduce(
                 f"it differs by {difference:.1%} from the merge of the uploads{where}"
             )
@@ -172,7 +172,7 @@ class AveragingValidator(StoreValidator):
         after = self.mean(merged.losses)
         limit = self.config.loss_limit(self.mean(self._losses))
         if not after <= limit:
-            raise NoAllReduce(f"with it the held-out loss is {after:.4f}, limit {limit:.4f}")
+            raise NoAllReduce(f"with it the held-out loss is {after:.4f}, above {limit:.4f}")
         log.info("%s: %d members took part", lines.ALL_REDUCE_FINISH, len(took_part))
         return merged
 
@@ -181,12 +181,13 @@ class AveragingValidator(StoreValidator):
     ) -> float:
         """Return the norm of the average, and note where it differs from the mean of ``chosen``.
 
-        ``chosen``: uploads and the factors that clip them; empty: nothing to compare with.
-        ``owners``: who reduced the values, in their order: the uid, and the count of values.
+        ``chosen``: the uploads and the factors that clip them; if empty, nothing is compared.
+        ``owners``: for each range of values, in their order: the uid of the member that reduced
+        the range (-1: not a member) and its number of values.
         """
         ends = torch.tensor([size for _, size in owners]).cumsum(0)
-        # Sums of squares by owner: of the average, of its difference from the mean, and of the
-        # mean.
+        # Sums of squares for each owner: of the average, of its difference from the mean, and of
+        # the mean.
         squares, place = torch.zeros(3, len(owners), dtype=torch.float64), 0
         for index, (_, shape) in enumerate(self.state.schema):
             for first, stop in row_chunks(*rows_and_columns(shape)):
@@ -200,10 +201,10 @@ class AveragingValidator(StoreValidator):
                     sums.index_add_(0, by_owner, values.view(-1).double().square())
         norm, difference, length = squares.sum(1).sqrt().tolist()
         if chosen:
-            differ = ~(squares[1] <= _ALIKE**2 * squares[2])  # also NaN
+            differ = ~(squares[1] <= _ALIKE**2 * squares[2])  # true for NaN too
             suspects = [uid for (uid, _), each in zip(owners, differ, strict=True) if each]
             if len(suspects) == sum(size > 0 for _, size in owners):
-                suspects = []  # if all ranges differ, somebody has sent other values
+                suspects = []  # if all ranges differ, a member did not average what it uploaded
             finite = min(difference / max(length, 1e-18), 1e18) if math.isfinite(norm) else None
             self._averaging = replace(
                 self._averaging, difference=finite, suspects=tuple(sorted(suspects))
@@ -226,7 +227,7 @@ class AveragingValidator(StoreValidator):
     def _participants(self, close: Intake) -> frozenset[int]:
         if self._averaging.source == "merge":
             return super()._participants(close)
-        # Some participants' uploads were not fetched.
+        # Participants whose uploads were not fetched count as having uploaded too.
         for uid in self._averaging.participants:
             if uid not in close.came and uid in self.standings.entries:
                 at = close.state.closes_at

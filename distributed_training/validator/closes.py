@@ -1,8 +1,8 @@
-"""Fetch, judge and merge the uploads of a close, and wait for nobody without an end.
+"""Fetch, judge and merge the uploads of a close, without waiting forever for any of them.
 
-Each upload is fetched when it comes and judged once; an upload that is clipped for the merge is
-judged again in that form. An upload that the store does not deliver, or that does not fit on this
-disk, delays nobody once the grace is over: it is not judged, which costs its member nothing.
+Each upload is fetched when it arrives and judged once; an upload that is clipped for the merge is
+judged again in its clipped form. An upload that the store does not deliver, or that does not fit on
+this disk, delays nobody once the grace is over: it is not judged, and its member loses nothing.
 """
 
 from __future__ import annotations
@@ -77,25 +77,25 @@ from distributed_training.validator.reporter import RoundReporter
 
 log = logging.getLogger(__name__)
 
-LOOK = 2.0  # seconds between two looks at the store
-_SILENT = 60.0  # seconds without an answer after which a store counts as silent, at least
-_MOST_NAMED = 3  # uploads of a close that warnings name, since a source may be away for all
-_ALL_AWAITED = 8  # at each eighth close all members are expected
-_TURN = 30.0  # seconds of judging between two looks, at which the state is renewed
-_MOST_TEXTS = 8  # random texts of a close; judging takes as long for each of them
-_CLIPPED_AGAIN = 3  # times
-_LONGEST_REASON = 300  # characters of why an upload is refused, in its manifest
-_MOST_STEPS_OF_A_SECOND = 1.0  # inner steps: more than any network takes
+LOOK = 2.0  # seconds between two checks of the store
+_SILENT = 60.0  # the fewest seconds without an answer after which a store counts as silent
+_MOST_NAMED = 3  # most uploads of a close that warnings name, since all may lack the same source
+_ALL_AWAITED = 8  # every eighth close waits for all members
+_TURN = 30.0  # seconds of judging between two checks of the store, which also renew the state
+_MOST_TEXTS = 8  # most random texts of a close; judging takes equally long for each of them
+_CLIPPED_AGAIN = 3  # how many times, at most, clipped uploads are judged again
+_LONGEST_REASON = 300  # most characters of a refusal's reason in the manifest
+_MOST_STEPS_OF_A_SECOND = 1.0  # inner steps per second: more than any network takes
 
 
 @dataclass
 class Waiting:
-    """An upload that is not judged yet, and ``why``. Times are by the store's clock."""
+    """An upload that has not been judged yet, and ``why``. Times are by the store's clock."""
 
     why: str
-    fetched: bool = False  # it is on the disk
-    since: float | None = None  # when its file or text was first found to be away
-    again: float = 0.0  # the next try
+    fetched: bool = False  # whether it is on this disk
+    since: float | None = None  # when its file or text was first found to be unavailable
+    again: float = 0.0  # time of the next try
     waits: Backoff = field(
         default_factory=partial(Backoff, first=timedelta(seconds=4), longest=timedelta(minutes=1))
     )
@@ -103,22 +103,22 @@ class Waiting:
 
 @dataclass
 class Intake:
-    """All that has come of a close, which ``state`` names. A restart finds it in the store."""
+    """All that has arrived for the close in ``state``. After a restart it is fetched again."""
 
     state: State
-    random_blocks: Sequence[int]  # blocks of the text on which all uploads of the close are judged
+    random_blocks: Sequence[int]  # blocks of the text that all uploads of the close are judged on
     began: float  # when the close began, by time.monotonic()
     until: float  # end of fetching and judging, by the store's clock
-    awaited: frozenset[str]  # hotkeys for which the round waits, within the grace
-    # Uid -> when its upload came, by the store's clock.
+    awaited: frozenset[str]  # hotkeys that the round waits for, within the grace
+    # uid -> when its upload arrived, by the store's clock
     came: dict[int, float] = field(default_factory=dict)
     accepted: dict[int, Accepted] = field(default_factory=dict)
     refused: dict[int, Refused] = field(default_factory=dict)
     waiting: dict[int, Waiting] = field(default_factory=dict)
     fetching: Errands = field(default_factory=Errands)
-    looking: Errands = field(default_factory=Errands)  # at members' own buckets, as the next one
-    looking_last: Errands = field(default_factory=Errands)  # after the grace
-    cramped: bool = False  # the disk has no room for several at once
+    looking: Errands = field(default_factory=Errands)  # checks of own buckets during the grace
+    looking_last: Errands = field(default_factory=Errands)  # checks of own buckets after it
+    cramped: bool = False  # whether the disk lacks room for several uploads at once
 
     @property
     def ends(self) -> float:
@@ -128,7 +128,7 @@ class Intake:
 
 @dataclass(frozen=True)
 class MergedSome:
-    """The result of merging some uploads. ``update``: digest of its file, which has ``header``."""
+    """The result of merging some uploads. ``update``: digest of the file that ``header`` heads."""
 
     merged: tuple[Merged, ...]
     update: str
@@ -142,9 +142,9 @@ class CloseJudge:
     """Fetches, judges and merges the uploads of a close.
 
     ``folder`` keeps what must not be lost; ``record(kind, **fields)`` writes an event (see
-    :mod:`.store_rounds`); ``stop`` is set when the program should end. ``losses_of``: a model with
-    the given weights on each held-out domain, in nats per token. ``of_member``: opens a member's
-    bucket, if it has its own.
+    :mod:`.store_rounds`); ``stop`` is set when the program should end. ``losses_of`` returns the
+    loss of a model with the given weights on each held-out domain, in nats per token.
+    ``of_member`` opens a member's own bucket; None if members have none.
     """
 
     config: Config
@@ -163,16 +163,16 @@ class CloseJudge:
         self._samples = KnownSamples(self.folder / "samples", self.judge.secret)
         self.judge = replace(self.judge, secret=self._samples.secret)
         self.standings = self.reporter.standings
-        self.state: GlobalState  # since the start
+        self.state: GlobalState  # set by start()
         self._grace = self.config.rounds.grace.total_seconds()
-        self._uploads = self.folder / "uploads"  # uploads of the present close
-        self._patience = max(_SILENT, self._grace)  # seconds that one upload has to come
+        self._uploads = self.folder / "uploads"  # uploads of the current close
+        self._patience = max(_SILENT, self._grace)  # seconds that fetching one upload may take
         self._seed = self.config.validator.seed or secrets.randbits(62)
-        self._texts = 1  # random texts on which a close is judged
-        self._look = LOOK  # seconds that a look waits for answers
+        self._texts = 1  # number of random texts that a close is judged on
+        self._look = LOOK  # seconds that a check of the store waits for answers
 
     def mean(self, losses: Mapping[str, float]) -> float:
-        """Return the judged loss, of those on each domain."""
+        """Return the loss that models are judged by: the weighted mean over the domains."""
         return mean_loss(losses, self.config.domains)
 
     # --- fetching ---------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class CloseJudge:
     def _fetch_new(
         self, close: Intake, by_uid: Mapping[int, Neuron], miners: Sequence[Neuron], now: float
     ) -> None:
-        """Fetch the uploads that came since the last look. Raises StoreError."""
+        """Fetch the uploads that arrived since the last check. Raises StoreError."""
         known = close.accepted.keys() | close.refused.keys()
         fetched = {uid for uid, one in close.waiting.items() if one.fetched}
         most, new = largest_file(self.state.schema, self.judge.codec), dict[int, ObjectInfo]()
@@ -192,13 +192,13 @@ class CloseJudge:
             if uid in known | fetched or self._refuse_late(close, by_uid[uid], info):
                 continue
             if info.size > most:
-                reason = f"it has {info.size} bytes, and no upload has more than {most}"
+                reason = f"it has {info.size} bytes, but no upload has more than {most}"
                 self._refuse(close, uid, by_uid[uid].hotkey, "", "damaged", reason)
             else:
                 new[uid] = info
         wanted = self._most_trusted(close, now, new)
         for uid in wanted:
-            close.waiting.setdefault(uid, Waiting("it did not come from the store in time"))
+            close.waiting.setdefault(uid, Waiting("the store did not deliver it in time"))
         # Fetch several at a time, since each may be slow and must not delay the others.
         came = close.fetching.run(
             lambda u: self._fetch(close, new[u], by_uid[u], most),
@@ -210,11 +210,11 @@ class CloseJudge:
         )
         for uid, found in came.items():
             if isinstance(found, ObjectInfo):
-                # Since the look, its owner may have replaced it by a copy of an upload that came
-                # meanwhile.
+                # Since the check, its owner may have replaced it with a copy of an upload that
+                # arrived in the meantime.
                 close.came[uid] = found.modified
                 if uid in by_uid and not self._refuse_late(close, by_uid[uid], found):
-                    why = "its turn to be judged did not come in half a period"
+                    why = "its turn to be judged did not come within half a period"
                     close.waiting[uid] = Waiting(why, fetched=True)
             elif isinstance(found, IntegrityError | ObjectMissingError) and uid in by_uid:
                 self._refuse(close, uid, by_uid[uid].hotkey, "", "damaged", str(found))
@@ -226,13 +226,13 @@ class CloseJudge:
                 raise found
         for uid in close.fetching.silent(self._patience):
             if uid in close.waiting and close.waiting[uid].since is None:
-                self._lack(close, uid, f"it did not come in {self._patience:.0f} s", now)
+                self._lack(close, uid, f"it did not arrive within {self._patience:.0f} s", now)
 
     def _refuse_late(self, close: Intake, miner: Neuron, info: ObjectInfo) -> bool:
-        """Refuse an upload that came after the grace; return whether it did."""
+        """Refuse an upload if it arrived after the grace, and return whether it did."""
         late = info.modified - close.ends
         if late > 0:
-            reason = f"it came {late:.0f} s after close and grace"
+            reason = f"it came {late:.0f} s after the end of the grace"
             self._refuse(close, miner.uid, miner.hotkey, "", "late", reason)
         return late > 0
 
@@ -240,8 +240,8 @@ class CloseJudge:
         """Return the hotkeys of the members whose uploads a close waits for.
 
         A close waits for a member that missed the last n closes only if n + 1 is a power of two;
-        every ``_ALL_AWAITED``-th close waits for all members. So members that are gone, however
-        many, delay few rounds.
+        every ``_ALL_AWAITED``-th close waits for all members. So members that have left delay few
+        rounds, no matter how many they are.
         """
         members = self.standings.present()
         missed = {m.hotkey: members[m.uid].missed for m in miners if m.uid in members}
@@ -249,7 +249,7 @@ class CloseJudge:
         return frozenset(hotkey for hotkey, n in missed.items() if everybody or not n & (n + 1))
 
     def _missing(self, close: Intake, miners: Sequence[Neuron], now: float) -> bool:
-        """Return whether there is somebody to wait for."""
+        """Return whether the round still has to wait for an upload."""
         judged = close.accepted.keys() | close.refused.keys()
         few = len(close.accepted) < self.config.rounds.least
         if now < close.ends:
@@ -266,8 +266,8 @@ class CloseJudge:
                     len(close.came),
                 )
             return False
-        # Wait for missing text only if most uploads need some: a member chooses its pages, and
-        # pages that nobody has must cost only that member.
+        # Wait for missing text only if most uploads lack theirs: a member chooses its own pages,
+        # and pages that nobody can read must harm only that member.
         texts = [one for one in close.waiting.values() if one.fetched and one.since is not None]
         return (
             bool(unheard)
@@ -277,14 +277,14 @@ class CloseJudge:
         )
 
     def _most_trusted(self, close: Intake, now: float, uids: Collection[int]) -> list[int]:
-        """Return the uids whose turn it is, the least trusted last, who may find no time left."""
+        """Return the uids that are due, the least trusted last, since time may run out for them."""
         due = [u for u in uids if u not in close.waiting or close.waiting[u].again <= now]
         return sorted(due, key=lambda uid: (-self.standings.entries[uid].published, uid))
 
     def _lack(self, close: Intake, uid: int, why: str, now: float) -> None:
-        """Note that an upload cannot be judged yet; the first time with a line."""
+        """Note that an upload cannot be judged yet, and log it the first time."""
         one = close.waiting.get(uid)
-        if one is None:  # it was refused meanwhile
+        if one is None:  # it was refused in the meantime
             return
         one.since = now if one.since is None else one.since
         one.again = now + one.waits.failed().total_seconds()
@@ -293,7 +293,7 @@ class CloseJudge:
         lacking = sum(each.since is not None for each in close.waiting.values())
         if one.waits.failures == 1 and lacking <= _MOST_NAMED:
             log.warning(
-                "The upload of uid %d cannot be judged since %s (%s): it is tried again, and after "
+                "The upload of uid %d could not be judged at %s (%s): it is tried again, and after "
                 "the grace the round ends without it",
                 uid,
                 since,
@@ -303,7 +303,7 @@ class CloseJudge:
     def _find_uploads(
         self, close: Intake, miners: Sequence[Neuron], now: float
     ) -> list[ObjectInfo]:
-        """List the uploads in the store, those of ``miners`` among them. Raises StoreError."""
+        """List the uploads in the store, or only those of ``miners``. Raises StoreError."""
         if self.of_member is None:
             try:
                 return self.steps.list_uploads()
@@ -314,7 +314,7 @@ class CloseJudge:
 
         def find(uid: int) -> ObjectInfo | None:
             key = keys.upload_key(uid, close.state.outer_step, close.state.serial)
-            # Any error costs only the owner; the validator looks for the upload again.
+            # An error affects only that owner, and the next check looks for the upload again.
             with suppress(Exception):
                 return self._reader(by_uid[uid]).head(key)
             return None
@@ -324,23 +324,23 @@ class CloseJudge:
         return [info for info in found.values() if isinstance(info, ObjectInfo)]
 
     def _reader(self, miner: Neuron) -> BucketReader:
-        """Return where a member uploads. Raises StoreError, ChainError."""
+        """Return the bucket that a member uploads to. Raises StoreError, ChainError."""
         return self.steps.reader if self.of_member is None else self.of_member(miner)
 
     def _upload_path(self, close: Intake, uid: int) -> Path:
-        # A fetch for an earlier close may still write here, although nobody waits for it.
+        # Give each close a folder: a fetch for an earlier one may still write, though nobody waits.
         folder = f"{close.state.outer_step}.{close.state.serial}"
         return self._uploads / folder / f"{uid}.safetensors"
 
     def _fetch(self, close: Intake, info: ObjectInfo, miner: Neuron, most: int) -> ObjectInfo:
-        """Fetch an upload; return what came. Raises StoreError, ChainError, OSError."""
+        """Fetch an upload, return its object info. Raises StoreError, ChainError, OSError."""
         path = self._upload_path(close, miner.uid)
         path.parent.mkdir(parents=True, exist_ok=True)
         deadline = deadline_in(timedelta(seconds=self._patience))
         try:
             return self._reader(miner).download(info.key, path, limit=most, deadline=deadline)
         except NoRoomError:
-            for part in path.parent.glob(f".{path.name}.*"):  # others may have room without it
+            for part in path.parent.glob(f".{path.name}.*"):  # make room for other uploads
                 part.unlink(missing_ok=True)
             raise
 
@@ -350,14 +350,14 @@ class CloseJudge:
         shown = printable(reason, _LONGEST_REASON)
         close.refused[uid] = Refused(uid, hotkey, digest, cause, shown)
         close.waiting.pop(uid, None)
-        with suppress(OSError):  # others may need its room
+        with suppress(OSError):  # make room for other uploads
             self._upload_path(close, uid).unlink()
         reset = Evaluation(uid, close.state.outer_step, cause=CAUSES[cause], reason=reason)
         self.record("upload_scored", **judgement_fields(reset, ""))
         log.info("uid %d: refused (%s): %s", uid, cause, reason)
 
     def _miners(self) -> list[Neuron]:
-        """List the members that may upload: registered, with a uid of the network, and not us."""
+        """List the members that may upload: those with an allowed uid, except ourselves."""
         most, own = self.config.rounds.max_uids, self.member.hotkey
         miners = [n for n in self.member.chain.neurons() if n.uid < most and n.hotkey != own]
         self.standings.sync(miners)
@@ -366,7 +366,7 @@ class CloseJudge:
     # --- judging ----------------------------------------------------------------------------------
 
     def _judge_new(self, close: Intake, miners: Sequence[Neuron], now: float) -> None:
-        """Fetch and judge the uploads that came since the last call."""
+        """Fetch and judge the uploads that arrived since the last call."""
         began = time.monotonic()
         by_uid = {miner.uid: miner for miner in miners}
         self._fetch_new(close, by_uid, miners, now)
@@ -381,7 +381,7 @@ class CloseJudge:
                 break
 
     def _draw(self, serial: int) -> random.Random:
-        """Return what draws for a close: the same after a restart, if a seed is set."""
+        """Return the random generator of a close, the same after a restart if a seed is set."""
         return random.Random(self._seed * serial)
 
     def _judge_one(self, close: Intake, uid: int, hotkey: str, now: float) -> None:
@@ -412,7 +412,7 @@ class CloseJudge:
             return
         except (StopNow, OSError, torch.AcceleratorError):
             raise
-        except Exception as error:  # noqa: BLE001 - foreign bytes: they cost only their owner
+        except Exception as error:  # noqa: BLE001 - foreign bytes may harm only their owner
             if not isinstance(error, DataUnavailable) and not of_this_machine(error):
                 why = in_a_line(error)
                 self._refuse(close, uid, hotkey, sha256_of(path), "damaged", why)
@@ -432,16 +432,16 @@ class CloseJudge:
         )
 
     def _factors(self, close: Intake) -> dict[int, float]:
-        """Return by which factor each accepted upload would be merged, by uid."""
+        """Return the factor by which the merge would multiply each accepted upload, by uid."""
         found = [close.accepted[uid].measured for uid in sorted(close.accepted)]
         factors = merge_factors(found, self.steps.history)
         return dict(zip(sorted(close.accepted), factors, strict=True))
 
     def _judge_clipped(self, close: Intake) -> None:
-        """Judge those uploads again that are merged in another form than they were judged in.
+        """Judge again each upload that will be merged with another factor than it was judged with.
 
-        Which norm is usual is known only when all are judged, and each that turns out not to help
-        may change it. So it is repeated, a few times at most.
+        The usual norm is known only after all uploads were judged, and it may change whenever one
+        of them turns out not to help. So this is repeated, but only a few times.
         """
         for _ in range(_CLIPPED_AGAIN):
             factors = self._factors(close)
@@ -460,7 +460,7 @@ class CloseJudge:
                 except RefusedUploadError as error:
                     self._blame(close, one.uid, error.cause, f"clipped to {factor:.3g}: {error}")
                 except DataUnavailable as error:
-                    log.info("uid %d: judged only as it came: %s", one.uid, error)
+                    log.info("uid %d: not judged again in clipped form: %s", one.uid, error)
 
     def _blame(self, close: Intake, uid: int, cause: str, reason: str) -> None:
         one = close.accepted.pop(uid)
@@ -472,20 +472,20 @@ class CloseJudge:
         if 2 * sum(helpful(found)) < len(found):
             self._texts = min(2 * self._texts, _MOST_TEXTS)
         elif 2 * sum(one.gain > 2 * one.chance for one in found) >= len(found):
-            self._texts = max(self._texts // 2, 1)  # half of the text tells enough
+            self._texts = max(self._texts // 2, 1)  # half as much text is enough
 
     # --- the update ---------------------------------------------------------------------------
 
     def _merge_all(self, close: Intake, uids: Sequence[int]) -> MergedSome:
-        """Return what all accepted uploads lead to."""
+        """Merge all accepted uploads, and return the result."""
         return self._merge(close, uids)
 
     def _merge(
         self, close: Intake, uids: Sequence[int], average: Values | None = None
     ) -> MergedSome:
-        """Merge the uploads of some, into the one file that there is for the update.
+        """Merge the uploads of ``uids`` into the update's file, which each call replaces.
 
-        ``average``: the values that the members have averaged, in place of the uploads' mean.
+        ``average``: the values that the members have averaged, instead of the uploads' mean.
         """
         chosen = [close.accepted[uid] for uid in sorted(uids)]
         factors = merge_factors([one.measured for one in chosen], self.steps.history)
@@ -534,9 +534,9 @@ class CloseJudge:
         return MergedSome(merged, update, header, values, self.losses_of(values.weights))
 
     def _contributors(self, judged: int) -> int:
-        """Count the members of which something is in the outer step; we know ``judged`` of them."""
+        """Return how many members contributed to the outer step; we judged ``judged`` of them."""
         return judged
 
     def _participants(self, close: Intake) -> frozenset[int]:
-        """Return the uids of the members of which something is in the outer step."""
+        """Return the uids of the members that contributed to the outer step."""
         return frozenset(close.accepted)

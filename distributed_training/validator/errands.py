@@ -12,27 +12,27 @@ from typing import Any, TypeVar
 from distributed_training.node.start import StopNow
 
 _Result = TypeVar("_Result")
-_AT_ONCE = 16  # at once, since a container may have no room for hundreds of threads
-_LOOK = 0.2  # seconds between two looks at a stop
+_AT_ONCE = 16  # tasks at a time, since a container may not allow hundreds of threads
+_LOOK = 0.2  # seconds between two checks for a stop
 
 
 def begun(task: Callable[[], _Result]) -> Future[_Result]:
-    """Run ``task()`` in a thread of its own, which does not keep the program from ending."""
+    """Run ``task()`` in its own thread, which does not keep the program from ending."""
     done: Future[_Result] = Future()
 
     def work() -> None:
         try:
             done.set_result(task())
-        except BaseException as error:  # noqa: BLE001 - the caller that waits raises it
+        except BaseException as error:  # noqa: BLE001 - the waiting caller raises it
             done.set_exception(error)
 
-    # Use no pool, since Python waits for a pool's threads before it ends.
+    # Do not use a pool, since Python waits for a pool's threads before it exits.
     threading.Thread(target=work, name="asking", daemon=True).start()
     return done
 
 
 def unless_stopped(task: Callable[[], _Result], *, stop: threading.Event) -> _Result:
-    """Return ``task()``. Raises its error, or Stopped soon after ``stop`` is set."""
+    """Return the result of ``task()``. Raises its error, or StopNow soon after ``stop`` is set."""
     future = begun(task)
     while wait([future], timeout=_LOOK).not_done:
         if stop.is_set():
@@ -41,16 +41,16 @@ def unless_stopped(task: Callable[[], _Result], *, stop: threading.Event) -> _Re
 
 
 class Errands:
-    """Tasks by uid, several at a time, of which a silent one delays no other."""
+    """Tasks by uid, several at a time; a silent task does not delay the others."""
 
     def __init__(self) -> None:
-        self._under_way: dict[int, tuple[Future[Any], float]] = {}  # key -> task, and when it began
+        self._under_way: dict[int, tuple[Future[Any], float]] = {}  # uid -> task, and when it began
         self._ended = set[int]()
-        #: Whether there is a task that has neither ended once nor been silent for too long.
+        #: Whether some uid's task has never ended yet and has not been silent for too long.
         self.unheard = False
 
     def silent(self, patience: float) -> set[int]:
-        """Return the uids whose task began ``patience`` seconds ago and has not ended."""
+        """Return the uids whose task has run for ``patience`` seconds without ending."""
         late = time.monotonic() - patience
         return {uid for uid, (_, since) in self._under_way.items() if since <= late}
 
@@ -64,18 +64,18 @@ class Errands:
         stop: threading.Event,
         at_once: int = _AT_ONCE,
     ) -> dict[int, _Result | BaseException]:
-        """Begin ``task`` for ``uids``, in their order; return the results or errors by uid.
+        """Start ``task`` for ``uids``, in their order; return the results or errors by uid.
 
         Args:
-            task: Is called in a thread of its own.
-            uids: Those whose task is still under way are not begun again.
-            within: Seconds to wait. A task that ends later is in the result of a later call.
-            patience: Seconds after which a task is silent: it gives its place to another one.
+            task: The function that is called with each uid, in its own thread.
+            uids: The uids. If a uid's task is still running, it is not started again.
+            within: Seconds to wait. A later call returns the result of a task that ends later.
+            patience: Seconds after which a task counts as silent, and another may take its place.
             stop: Set when the program is to end.
-            at_once: The most tasks at a time, apart from silent ones.
+            at_once: The most tasks at a time, not counting silent ones.
 
         Raises:
-            Stopped: Soon after ``stop`` is set.
+            StopNow: Soon after ``stop`` is set.
         """
         until = time.monotonic() + within
         queue = [uid for uid in uids if uid not in self._under_way]

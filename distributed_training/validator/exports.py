@@ -1,9 +1,10 @@
 """Write the model of every n-th outer step to a folder, and run the founder's command on it.
 
-Both run during the rounds, in processes of their own with a low priority. ``dt-export`` writes the
+Both run during the rounds, in their own processes with a low priority. ``dt-export`` writes the
 folder from the run folder's copy of the state; then the command gets the folder and the outer step
 as its last arguments. The last line that it prints, a number or a JSON object of numbers, is its
-result. A command that fails or hangs costs a log line, and ends with all processes that it started.
+result. A command that hangs is ended together with all processes that it started. A command that
+fails or hangs only causes a warning in the log.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ from distributed_training.training.weights import GlobalState
 log = logging.getLogger(__name__)
 
 FOLDER = "exports"  # in the run folder
-_LONGEST = timedelta(hours=12)  # limit for a command
-_TAIL = 1 << 16  # bytes of its output that are kept
-_RESERVE = 10**9  # bytes of the disk that stay free
+_LONGEST = timedelta(hours=12)  # time limit for a command
+_TAIL = 1 << 16  # bytes of a command's output that are kept
+_RESERVE = 10**9  # bytes of the disk that must stay free
 _MOST_RESULTS = 200
-_LOW_PRIORITY = ["nice", "-n", "10"]  # so that rounds and scores go first
+_LOW_PRIORITY = ["nice", "-n", "10"]  # so that rounds and scores have priority
 
 
 class Exports:
     """Exports the model of every ``validator.export_every``-th outer step, one at a time.
 
     ``folder``: the run folder. ``record`` writes an event.
-    ``longest``: the longest time of a command.
+    ``longest``: the time limit for a command.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Exports:
             return
         if self._thread is not None and self._thread.is_alive():
             log.warning(
-                "Outer step %d is not exported: the export before, or its command, still runs",
+                "Outer step %d is not exported: the previous export or its command still runs",
                 state.outer_step,
             )
             return
@@ -86,7 +87,7 @@ class Exports:
         self._thread.start()
 
     def close(self) -> None:
-        """End what runs."""
+        """End the running export or command, if there is one."""
         self._closed = True
         if self._process is not None:
             self._kill(self._process)
@@ -115,12 +116,12 @@ class Exports:
             reason=problem,
             seconds=round(time.monotonic() - began, 3),
             results=results,
-            # The trackers use it as their axis, as at the miners.
+            # The trackers use it as their axis, as they do for miners.
             total_inner_steps=state.total_inner_steps,
         )
 
     def _make(self, state: GlobalState, target: Path) -> None:
-        """Write the folder, and delete the oldest. Raises OSError, ValueError."""
+        """Delete the oldest exports, and write ``target``. Raises OSError, ValueError."""
         self._folder.mkdir(exist_ok=True)
         kept = sorted(
             (path for path in self._folder.glob("outer-step-*") if path != target),
@@ -136,25 +137,25 @@ class Exports:
         if (free := free_bytes(self._folder)) is not None and free < needed:
             raise OSError(
                 f"{free / 1e9:.1f} GB are free in {self._folder} and {needed / 1e9:.1f} GB are "
-                "needed, so nothing was exported: free the disk, or move old exports away"
+                "needed, so nothing was exported: free disk space, or move old exports away"
             )
         words = [sys.executable, "-m", "distributed_training.scoring.export", str(target)]
         words += ["--outer-step", str(state.outer_step), "--from", str(self._run_folder)]
         words += ["--network", self._network] if self._network else []
-        # If the network is named by a URL, the run folder has the copy of its file.
+        # If --network is a URL, the run folder has a copy of the network's file.
         words += ["--neuron.run_folder", str(self._run_folder)]
         self._run(words, {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
 
     def _evaluate(self, step: int, target: Path) -> dict[str, float]:
-        """Return what the founder's command found. Raises OSError, ValueError."""
+        """Return the results of the founder's command. Raises OSError, ValueError."""
         words = shlex.split(self._settings.export_command)
         last = self._run([*words, str(target), str(step)], {})
         try:
             return dict(_numbers("", json.loads(last)))
         except (ValueError, RecursionError):
             raise ValueError(
-                f"the last line of --validator.export_command is no number and no JSON object of "
-                f"numbers ({last!r:.100}), so no result is shown: print one"
+                f"the last line of --validator.export_command is not a number or a JSON object of "
+                f"numbers ({last!r:.100}), so no result is shown: print a result there"
             ) from None
 
     def _run(self, command: Sequence[str], more: Mapping[str, str]) -> str:
@@ -169,7 +170,7 @@ class Exports:
         )
         assert process.stdout is not None
         self._process = process
-        if self._closed:  # the stop came before the command could be ended
+        if self._closed:  # the stop came while the command was being started
             self._kill(process)
         late = threading.Event()
 
@@ -182,10 +183,10 @@ class Exports:
         timer.start()
         tail = b""
         with process.stdout:
-            # The pipe ends when all processes that hold it have ended, also in the background.
+            # The pipe ends when all processes that hold it have ended, even background ones.
             while data := os.read(process.stdout.fileno(), _TAIL):
                 tail = (tail + data)[-_TAIL:]
-        status = process.wait()  # the limit holds here too, for a command that closed its output
+        status = process.wait()  # the time limit also covers a command that closed its output
         timer.cancel()
         lines = [line for line in tail.decode(errors="replace").splitlines() if line.strip()]
         last = lines[-1].strip() if lines else ""
@@ -197,17 +198,17 @@ class Exports:
     def _kill(self, process: subprocess.Popen[bytes]) -> None:
         if process.poll() is None:
             kill_tree(process.pid)
-        # A server in the background may have left the tree, so end its session too.
+        # A background server may have left the process tree, so end its session too.
         end_sessions([process.pid], settle=timedelta(0), grace=timedelta(0))
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a JSON value, named by their path. Raises ValueError for another one."""
+    """Yield the numbers of a number or a JSON object, named by their path. Raises ValueError."""
     if isinstance(value, dict):
         for key, inner in list(value.items())[:_MOST_RESULTS]:
-            with suppress(ValueError):  # lm-evaluation-harness prints texts among its numbers
+            with suppress(ValueError):  # lm-evaluation-harness prints strings among its numbers
                 yield from _numbers(f"{name}/{key}".strip("/"), inner)
     elif isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{value!r:.100} is no number")
+        raise ValueError(f"{value!r:.100} is not a number")
     elif math.isfinite(value):
         yield name or "result", float(value)

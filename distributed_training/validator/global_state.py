@@ -1,4 +1,4 @@
-"""Claim the global bucket of a network, whose model its file names."""
+"""Claim a network's global bucket, and find the model that the network's file describes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from distributed_training.store.errors import IntegrityError
 
 
 class GlobalStateError(RuntimeError):
-    """The validator cannot continue from the global bucket's content. The text has the remedy."""
+    """The validator cannot continue from the global bucket's content. The text says what to do."""
 
 
 def network_model(config: Config) -> Mapping[str, Any]:
-    """Return the model's configuration in the network's file. Raises ConfigError."""
+    """Return the model's configuration from the network's file. Raises ConfigError."""
     if config.network.model is None:
         raise ConfigError(
-            "the network's file does not say its model, so nothing was published or computed "
-            "again: give the file that dt-network init has written, or let make run start a whole "
-            "network on this machine"
+            "the network's file does not describe its model, so nothing was published or "
+            "recomputed: use the file that dt-network init wrote, or start a whole network on this "
+            "machine with `make run`"
         )
     return config.network.model
 
@@ -42,13 +42,13 @@ def claim_global_bucket(
     versions: Versions | None = None,
     member: Member | None = None,
 ) -> None:
-    """Write into the global bucket whose it is.
+    """Mark the global bucket as the network's.
 
-    Files that are there already stay. ``versions``: those of the network's file, which miners read
-    there; ``network`` is the newest. ``member``: signs, if it is the master.
+    Files that are already right are not written again. ``versions``: the versions of the network's
+    file, which miners read there; ``network`` is the newest. ``member``: signs if it is the master.
 
-    Raises WrongPlace if it is another founder's: two networks of one name would overwrite each
-    other's model. Raises StoreError.
+    Raises WrongPlace if the bucket is another founder's: two networks with the same name would
+    overwrite each other's model. Raises StoreError.
     """
     master, sign = network.values["chain.master_hotkey"], None
     wanted = Shown.of(network)
@@ -59,15 +59,15 @@ def claim_global_bucket(
     with suppress(ValueError, IntegrityError):  # a damaged file is replaced below
         shown = Shown.parse(store.get(keys.NETWORK, limit=LARGEST_SHOWN) or b"")
     owner = master if shown is None else shown.master
-    # Anybody can write an unsigned file, or sign one with a new key.
+    # Anybody can write an unsigned file, or sign a file with a new key.
     proven = shown is not None and shown.network is not None
     if sign is not None and owner != master and (not proven or _is_led(store, network)):
         owner = master
     if owner != master:
         raise WrongPlace(
             f"the global bucket {store.bucket} is another network's (its master is {owner}, not "
-            f"{master}), so each would overwrite the other's model and nothing was started: give "
-            "this network's file another store.global_bucket and sign it again"
+            f"{master}), so each would overwrite the other's model and nothing was started: set "
+            "another store.global_bucket in this network's file and sign it again"
         )
     for version in versions.known if versions is not None else ():
         key, data = keys.VERSION.format(version.head.version), version.text.encode()

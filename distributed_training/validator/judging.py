@@ -1,15 +1,15 @@
-"""Judge the uploads of a close in a store network: each once, and refuse one for a cause.
+"""Judge each upload of a close in a store network, and refuse it if there is a cause.
 
 An upload is refused for its form (it is not a file of this member for this close) or for its
 content: it makes the loss on text worse by more than chance explains, or it is a copy of another
-upload. An upload whose effect chance may explain is accepted and scores 0, because an honest member
-must never be kept out.
+upload. An upload whose effect may be due to chance is accepted and scores 0, because an honest
+member must never be kept out.
 
-A copy is found by the angle between two uploads, measured at places that nobody else knows. Honest
-members train on different text, so their uploads differ. Noise that hides a copy below the limit
-costs it more of its improvement than the copy gains. The order of arrival proves nothing, because
-a member that knows another's text can train on it and be faster. But only the owner has trained on
-the pages that its upload names.
+A copy is found by the angle between two uploads, measured at places that only the validator knows.
+Honest members train on different text, so their uploads differ. Noise that pushes a copy below the
+limit takes more of its improvement than copying gains. The order of arrival proves nothing, because
+a member that knows which text another trains on can train on it too, and be faster. But only the
+owner has trained on the pages that its upload names.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from distributed_training.protocol.update_file import UpdateFile
 from distributed_training.scoring.evaluator import TRIED, Evaluation, Evaluator, Judged
 from distributed_training.validator.merge import HISTORY, Measured, clip_factor, helpful
 
-#: Word of a refusal in a manifest -> the cause that scores report.
+#: Cause of a refusal in a manifest -> the cause that ``upload_scored`` events report.
 CAUSES: Mapping[str, str] = {
     "late": "STALE",
     "not-judged": "NO_DATA",
@@ -47,17 +47,17 @@ CAUSES: Mapping[str, str] = {
     "copy": "BAD_GRADIENT",
     "spoiler": "MAKES_IT_WORSE",
 }
-COPY = 0.9  # cosine of two uploads up to which none is ever called a copy
-LONELY_COPY = 0.999  # above this cosine one of two is a copy, however alike the others are
-_OWN_WORK = 0.99  # certainty with which its own pages must have gained more than other pages
-_CERTAIN = 2.0  # standard errors by which the owner's pages must have gained more
-#: The usual cosine of two uploads that help is that of the pair which follows the nearest quarter.
+COPY = 0.9  # up to this cosine of two uploads, neither is ever called a copy
+LONELY_COPY = 0.999  # above this cosine of two uploads, one is a copy, however alike the others are
+_OWN_WORK = 0.99  # required certainty that the loss fell more on an upload's own pages
+_CERTAIN = 2.0  # standard errors by which the loss must have fallen more on the owner's pages
+#: The usual cosine of uploads that help is taken from the pair after the most alike quarter.
 _NEAREST = 4
-#: With the 8th power a tenth more gain is twice the share among alike uploads.
+#: Among alike uploads, the 8th power turns a tenth more gain into twice the share.
 _SHARPLY, _LEAST_SHARE, _NO_GAIN = 8, 1e-3, 1e-9
-# Norms between which a float32 factor can clip uploads to each other without an overflow.
+# Between these norms, a float32 factor can clip any upload to any other's norm without an overflow.
 _LEAST_NORM, _MOST_NORM = 1e-12, 1e12
-_SAMPLE = 1 << 16  # values of an upload that are compared with others
+_SAMPLE = 1 << 16  # number of values of an upload that are compared with other uploads
 _NOT_JUDGED = Evaluation(-1, -1)
 
 
@@ -73,9 +73,9 @@ class RefusedUploadError(ValueError):
 class Accepted:
     """An upload that was judged and may be merged.
 
-    ``modified``: when it came, by the store's clock; ``sample``: its values at secret places;
-    ``factor``: the factor by which it was multiplied when it was judged; ``share``: its share of
-    the weight of one upload, which alike uploads have together.
+    ``modified``: when it arrived, by the store's clock; ``sample``: its values at the secret
+    places; ``factor``: the factor by which it was multiplied when it was judged; ``share``: its
+    share of the weight of one upload, which all uploads that are alike share.
     """
 
     uid: int
@@ -102,9 +102,10 @@ class Accepted:
 
     @property
     def own_work(self) -> tuple[float, float]:
-        """Return how much more its own pages gained than random text, in nats per token; its error.
+        """Return how much more the loss fell on its own pages than on random text, and the error.
 
-        If members train on text of their own, it is the gain on random text.
+        Both are in nats per token. If members train on their own text, it is the gain on random
+        text, without an error.
         """
         random, assigned = self.judgement.random, self.judgement.assigned
         assert random is not None
@@ -115,9 +116,10 @@ class Accepted:
 
 @dataclass(frozen=True)
 class UploadJudge:
-    """Judges uploads, measured from the epoch-start weights of one outer step.
+    """Judges uploads, starting from the epoch-start weights of one outer step.
 
-    ``codec``: the uploads' codec, by the network's file; ``secret``: chooses the places to compare.
+    ``codec``: the codec of the uploads, from the network's file; ``secret``: the seed of the places
+    that are compared.
     """
 
     evaluator: Evaluator
@@ -143,18 +145,18 @@ class UploadJudge:
         """Check and measure one upload, as it would be merged.
 
         Args:
-            uid: The member's.
-            hotkey: The member's, at the close.
-            path: The file.
-            judged: The epoch-start weights, and from which outer step.
+            uid: The member's uid.
+            hotkey: The member's hotkey at the close.
+            path: The upload's file.
+            judged: The epoch-start weights, and their outer step.
             serial: The close's serial.
             start: Digest of the epoch-start weights.
-            modified: When it came.
+            modified: When the upload arrived.
             random_blocks: Blocks of the text that all uploads of the close are judged on.
-            longest: The norm to which it is clipped.
+            longest: The norm to which a longer upload is clipped.
 
         Raises RefusedUploadError, and DataUnavailable, StopNow, OSError, torch.AcceleratorError,
-        which say nothing of the upload.
+        which say nothing about the upload.
         """
         try:
             file = UpdateFile.open(
@@ -172,20 +174,20 @@ class UploadJudge:
         if (header.outer_step, header.serial) != (judged.outer_step, serial):
             raise RefusedUploadError(
                 "other-close",
-                f"it is for close {header.serial} of outer step {header.outer_step}, and lies "
-                f"where that of close {serial} of outer step {judged.outer_step} belongs",
+                f"it is for close {header.serial} of outer step {header.outer_step}, but was sent "
+                f"as that of close {serial} of outer step {judged.outer_step}",
             )
         if header.start != start:
             raise RefusedUploadError(
                 "other-start",
-                f"it counts from weights {header.start:.12}, those of outer step "
+                f"it starts from weights {header.start:.12}, but those of outer step "
                 f"{judged.outer_step} are {start:.12}",
             )
         norm, sample = self._measure(file)
         if norm < _LEAST_NORM:
-            raise RefusedUploadError("empty", f"its norm is {norm:.3g}: it moves nothing")
+            raise RefusedUploadError("empty", f"its norm is {norm:.3g}: it changes nothing")
         if norm > _MOST_NORM:
-            raise RefusedUploadError("worse", f"its norm is {norm:.3g}, above any that trains")
+            raise RefusedUploadError("worse", f"its norm is {norm:.3g}: no training leads so far")
         factor = clip_factor(norm, longest)
         return self.measure(
             Accepted(uid, hotkey, modified, file, norm, sample, _NOT_JUDGED, factor),
@@ -194,11 +196,12 @@ class UploadJudge:
         )
 
     def measure(self, one: Accepted, judged: Judged, random_blocks: Sequence[int]) -> Accepted:
-        """Return an upload with its judgement, multiplied by its factor. Raises as :meth:`judge`.
+        """Judge an upload, multiplied by its factor, and return it with its judgement.
 
-        ``random_blocks``: as for :meth:`judge`.
+        Raises the same errors as :meth:`judge`, and has the same ``random_blocks``.
         """
-        # An upload without pages is judged on random text twice, so its pages never gain more.
+        # An upload that names no pages is judged on the same random text twice, so the loss never
+        # falls more on its own pages.
         own_blocks = self._draw(one) or random_blocks[:1]
         as_merged = replace(judged, learning_rate=judged.learning_rate * one.factor)
         judgement = self.evaluator.judge(
@@ -206,7 +209,7 @@ class UploadJudge:
         )
         if (random := judgement.random) is None:
             raise RefusedUploadError("worse", judgement.reason)
-        if random.absolute < -random.chance:  # the loss is worse afterwards beyond chance
+        if random.absolute < -random.chance:  # the loss rises by more than chance explains
             before, after = random.losses
             raise RefusedUploadError(
                 "worse",
@@ -216,10 +219,11 @@ class UploadJudge:
         return replace(one, judgement=judgement)
 
     def _draw(self, one: Accepted) -> tuple[int, ...]:
-        """Return blocks of pages that an upload names, to be tried in this order.
+        """Return blocks of the pages that an upload names, to be tried in this order.
 
-        Only whole ones: whoever names a single page may choose one that another trained on. Empty
-        for an upload that names too few. Raises RefusedUploadError for pages that no member has.
+        Only whole blocks: a member that names a single page could choose a page that another member
+        trained on. The result is empty if the upload names too few pages. Raises RefusedUploadError
+        for pages that no member has.
         """
         header = one.file.header
         if not header.pages:
@@ -235,7 +239,7 @@ class UploadJudge:
         )
 
     def _measure(self, file: UpdateFile) -> tuple[float, Tensor]:
-        """Return the norm, and the values at the secret places."""
+        """Return the norm of an upload, and its values at the secret places."""
         square, sample = 0.0, list[Tensor]()
         total = sum(math.prod(shape) for _, shape in self.schema)
         for (name, shape), places in zip(self.schema, self._places(total), strict=True):
@@ -245,13 +249,13 @@ class UploadJudge:
         return math.sqrt(square), torch.cat(sample)
 
     def sample(self, tensors: Iterable[Tensor]) -> Tensor:
-        """Return what tensors in the schema's order have at the secret places."""
+        """Return the values at the secret places of tensors in the schema's order."""
         total = sum(math.prod(shape) for _, shape in self.schema)
         pairs = zip(tensors, self._places(total), strict=True)
         return torch.cat([tensor.reshape(-1)[places] for tensor, places in pairs])
 
     def _places(self, total: int) -> Iterator[Tensor]:
-        """Yield the places of each parameter that are compared: the same for each upload."""
+        """Yield the places of each parameter that are compared, the same for all uploads."""
         generator = torch.Generator().manual_seed(self.secret)
         for _, shape in self.schema:
             size = math.prod(shape)
@@ -265,10 +269,10 @@ class _Secret:
 
 
 class KnownSamples:
-    """Samples of what all can read, of the last outer steps, kept in the validator's ``folder``.
+    """Samples of what all members could read in the last outer steps, kept in ``folder``.
 
-    ``secret``: the secret of the places, if the folder has none yet. Samples count for its places
-    only.
+    ``secret``: the seed of the places, if the folder has no secret yet. Samples are of use only
+    with the secret that they were taken with.
     """
 
     def __init__(self, folder: Path, secret: int) -> None:
@@ -287,16 +291,16 @@ class KnownSamples:
                     self._by_step[int(file.stem)] = load(file.read_bytes())
 
     def known(self) -> dict[str, Tensor]:
-        """Return all samples, by what they are of."""
+        """Return all samples, by a description of what was sampled."""
         return {
             what: s.float() for samples in self._by_step.values() for what, s in samples.items()
         }
 
     def add(self, outer_step: int, samples: Mapping[str, Tensor]) -> None:
-        """Keep the samples of an outer step, and forget those of old ones."""
-        # bfloat16 takes half of the bytes, and a cosine needs no more digits.
+        """Keep the samples of an outer step, and forget the samples of old outer steps."""
+        # bfloat16 takes half as many bytes, and a cosine needs no more digits.
         self._by_step[outer_step] = {what: s.bfloat16() for what, s in samples.items()}
-        # Ignore a full disk: a start without these samples costs little.
+        # Ignore a full disk: starting without these samples does little harm.
         with contextlib.suppress(OSError):
             data = save(dict(self._by_step[outer_step]))
             write_bytes(self._folder / f"{outer_step}.safetensors", data, durable=False)
@@ -305,17 +309,19 @@ class KnownSamples:
 
 
 def find_copies(uploads: Sequence[Accepted], earlier: Mapping[str, Tensor]) -> dict[int, str]:
-    """Return which uploads are copies, by uid, and of what.
+    """Return the uploads that are copies: for each uid, what its upload is a copy of.
 
-    ``earlier``: samples of what all can read, by what it is: uploads and updates of the last outer
-    steps, and the outer momentum.
+    ``earlier``: samples of what all members could read, by description: the uploads and updates of
+    the last outer steps, and the outer momentum.
 
-    The usual distance between honest members differs from close to close: in the first ones all
-    learn the same. So two uploads count as copies if their distance (1 - cosine) is below a quarter
-    of the usual one between uploads that help. Fewer than three have no usual distance, and must be
-    nearly the same to count as copies. If two uploads are that close, the copy is the one that
-    gained less on its own pages, if that is certain. An upload whose own pages gained more than
-    other text beyond chance is never a copy: its member has trained on them.
+    The usual distance between honest members differs from close to close: at the first closes all
+    members learn the same. So two uploads count as copies if their distance (1 - cosine) is below a
+    quarter of the usual distance between uploads that help. If fewer than three uploads help, there
+    is no usual distance, and two uploads must be nearly identical to count as copies.
+
+    If two uploads are that close, the copy is the one that lowered the loss on its own pages less,
+    if that is certain. An upload is never called a copy if it lowered the loss on its own pages
+    more than on other text, beyond what chance explains: its member must have trained on them.
     """
     helps = helpful([one.measured for one in uploads])
     helping = [one for one, good in zip(uploads, helps, strict=True) if good]
@@ -323,7 +329,7 @@ def find_copies(uploads: Sequence[Accepted], earlier: Mapping[str, Tensor]) -> d
 
     def blame(one: Accepted, cosine: float, limit: float, what: str) -> None:
         if one.uid not in found and not _has_own_work(one):
-            found[one.uid] = f"it is {what} (cosine {cosine:.4f}, limit {limit:.4f})"
+            found[one.uid] = f"it is a copy of {what} (cosine {cosine:.4f}, limit {limit:.4f})"
 
     for what, sample in earlier.items():
         cosines = {one.uid: _cosine(one.sample, sample) for one in uploads}
@@ -342,21 +348,21 @@ def find_copies(uploads: Sequence[Accepted], earlier: Mapping[str, Tensor]) -> d
         # The order of arrival decides only if nothing else differs.
         order = sorted((one, other), key=lambda each: (-each.own_work[0], each.modified, each.uid))
         (more, error), (less, other_error) = (each.own_work for each in order)
-        # If this is not sure, neither is a copy, so nobody loses a close to an imitator. Among many
-        # closes some show two standard errors by chance.
+        # If this is not certain, neither is called a copy, so that nobody loses a close because of
+        # an imitator. Over many closes two standard errors happen by chance too.
         sure = more - less >= _CERTAIN * math.hypot(error, other_error)
         if sure and _has_own_work(order[0]):
             blame(
-                order[1], cosine, limit, f"that of uid {order[0].uid}, whose own text gained more"
+                order[1], cosine, limit, f"uid {order[0].uid}'s upload, whose own text gained more"
             )
     return found
 
 
 def share_alike(uploads: Sequence[Accepted]) -> list[Accepted]:
-    """Return the uploads, each with its share of the weight that those alike it have together.
+    """Return the uploads, each with its share of the weight that all uploads like it share.
 
     A member that trains on another's pages adds nothing to the other's upload. It is seldom certain
-    whose pages they are, so neither is refused, and the upload that gains more has by far the
+    whose pages they are, so neither upload is refused, and the one that gains more gets by far the
     larger share.
     """
     helps = helpful([one.measured for one in uploads])
@@ -372,7 +378,7 @@ def share_alike(uploads: Sequence[Accepted]) -> list[Accepted]:
 
 def _limit_of_pairs(helping: Sequence[Accepted]) -> float:
     """Return the cosine above which two uploads of a close are alike."""
-    distinct: list[Accepted] = []  # otherwise many of the same bytes would decide what is usual
+    distinct: list[Accepted] = []  # otherwise many identical uploads would decide what is usual
     for one in helping:
         if all(_cosine(one.sample, each.sample) <= LONELY_COPY for each in distinct):
             distinct.append(one)
@@ -381,9 +387,10 @@ def _limit_of_pairs(helping: Sequence[Accepted]) -> float:
 
 
 def _copy_limit(cosines: Sequence[float], place: int, helping: int) -> float:
-    """Return the cosine above which two are copies. ``place``: the usual one's, the nearest first.
+    """Return the cosine above which two uploads are copies.
 
-    ``helping``: how many uploads help.
+    ``place``: the index of the usual cosine, counted from the largest. ``helping``: how many
+    uploads help.
     """
     if helping < 3:
         return LONELY_COPY

@@ -1,17 +1,18 @@
 """Merge the uploads of a close into the update of an outer step (protocol page, section 5).
 
-The accepted uploads that help are clipped, added and divided by what they gain together, or the
-outer rule merges them itself. It makes an update of the result. The *residual*, which quantization
-took from the update before, is added. The sum is quantized; its loss becomes the next residual. So
-no merged upload is ever lost, and all apply the same bytes, the validator too.
+The accepted uploads that help are clipped, added, and divided by the number of usual uploads that
+they amount to, or the outer rule merges them itself. The outer rule makes an update of the result.
+Then the *residual*, which is what quantization lost from the previous update, is added. The sum is
+quantized, and what is lost now becomes the next residual. So no part of a merged upload is ever
+lost, and everybody applies the same bytes, including the validator.
 
-What is usual (the norm, the inner steps, the distance of two uploads) follows only from uploads
-that help. Otherwise noise, and uploads that move nothing, would decide it.
+What is usual (the norm, the inner steps, the distance of two uploads) is decided only by uploads
+that help. Otherwise noise, and uploads that change nothing, would decide it.
 
-Whoever replays the outer step must get the same bits on another machine. So all of it is float32 on
-the CPU, upload by upload in the manifest's order, and each product and each sum is rounded
-separately. Torch's ``add(alpha=)`` and ``addcmul`` are not used, because only some processors fuse
-both operations.
+Anybody who replays the outer step on another machine must get the same bits. So it is all computed
+in float32 on the CPU, upload by upload in the manifest's order, and each product and each sum is
+rounded separately. Torch's ``add(alpha=)`` and ``addcmul`` are not used, because only some
+processors fuse both operations.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ from distributed_training.protocol.update_file import (
 from distributed_training.training.outer_rule import OUTER_RULES, UploadFacts, nesterov_sgd
 
 NESTEROV = "nesterov"
-#: Outer steps whose uploads determine what is usual.
+#: Number of past outer steps whose uploads help to decide what is usual.
 HISTORY = 10
-_CLIP = 2.0  # factor on the usual norm
-_FEEBLE = 3.0  # an upload that gains this factor less than usual does not help
+_CLIP = 2.0  # uploads are clipped to the usual norm times this
+_FEEBLE = 3.0  # an upload does not help if it gains less than the usual gain divided by this
 _LEAP = 4.0  # factor by which inner steps per second may change from one close to the next
 
 
@@ -56,7 +57,7 @@ class Values(Protocol):
     """The values that one upload, or the members' average, adds to a merge."""
 
     def rows(self, index: int, first: int, stop: int) -> Tensor:
-        """Return rows of a parameter, float32 ``(rows, columns)``, a tensor of its own."""
+        """Return rows of a parameter as a new tensor, float32 ``(rows, columns)``."""
         ...
 
 
@@ -64,7 +65,7 @@ class Values(Protocol):
 class OuterState:
     """The validator's tensors of an outer step, float32, on the CPU, in the schema's order.
 
-    They are never changed in place. ``momentum`` and ``residual``: None if all are zeros.
+    They are never changed in place. ``momentum`` and ``residual``: None if all values are zero.
     """
 
     weights: Sequence[Tensor]
@@ -73,7 +74,7 @@ class OuterState:
 
     @property
     def digests(self) -> tuple[str, str, str]:
-        """The digests of weights, momentum and residual as a manifest has them."""
+        """The digests of the weights, momentum and residual, in the form that manifests use."""
         momentum = "" if self.momentum is None else digest_of(self.momentum)
         residual = "" if self.residual is None else digest_of(self.residual)
         return digest_of(self.weights), momentum, residual
@@ -81,7 +82,7 @@ class OuterState:
 
 @dataclass(frozen=True)
 class Rule:
-    """The outer rule of an outer step: its name, the outer learning rate, the outer momentum."""
+    """The outer rule of an outer step: its name, outer learning rate and outer momentum."""
 
     name: str
     learning_rate: float
@@ -94,7 +95,7 @@ class Rule:
 
 
 def digest_of(tensors: Sequence[Tensor]) -> str:
-    """Return the digest of float32 tensors in the schema's order, as a manifest has it."""
+    """Return the digest that manifests use of float32 tensors in the schema's order."""
     return digest_weights(digest_rows_of(t.view(rows_and_columns(t.shape)) for t in tensors))
 
 
@@ -110,7 +111,7 @@ class Measured(NamedTuple):
 
     ``norm``: the norm of all its values. ``gain``: nats per token by which it lowers the loss on
     text. ``chance``: nats per token by which mere chance may lower it. ``share``: its share of the
-    weight of one upload, which alike uploads have together.
+    weight of one upload, which all uploads that are alike share.
     """
 
     norm: float
@@ -120,18 +121,18 @@ class Measured(NamedTuple):
 
 
 def measured(merged: Sequence[Merged]) -> list[Measured]:
-    """Return what was measured of each upload that a manifest names as accepted."""
+    """Return the measurements of each upload that a manifest names as accepted."""
     return [
         Measured(each.norm, each.improvement, each.chance or 0.0, each.share) for each in merged
     ]
 
 
 def helpful(uploads: Sequence[Measured]) -> list[bool]:
-    """Return for each upload of a close whether it helps, and may set a standard.
+    """Return for each upload of a close whether it helps. Only such uploads decide what is usual.
 
     An upload helps if it lowers the loss by more than chance may, and by at least a third of the
-    median gain of the uploads that do so. Without the second condition a thousandth of an honest
-    upload would help too.
+    median gain of the uploads that do so. Without the second condition, an honest upload multiplied
+    by a thousandth would help too.
     """
     gains = [each.gain for each in uploads if each.gain > each.chance]
     least = statistics.median_high(gains) / _FEEBLE if gains else math.inf
@@ -139,10 +140,10 @@ def helpful(uploads: Sequence[Measured]) -> list[bool]:
 
 
 def usual_norm(uploads: Sequence[Measured], chain: Sequence[Manifest]) -> float | None:
-    """Return the median norm of uploads that help, of a close and of the last outer steps.
+    """Return the weighted median norm of the uploads of a close and the last outer steps that help.
 
-    Each upload counts by its gain, and at most by the usual gain of its close. So short uploads of
-    the first close do not hold back all later ones. None: no upload has helped.
+    The weight of an upload is its gain, but at most the usual gain of its close. So short uploads
+    at the first close do not limit all later uploads. Returns None if no upload has helped.
     """
     weighted: list[tuple[float, float]] = []
     closes = [
@@ -161,15 +162,16 @@ def usual_norm(uploads: Sequence[Measured], chain: Sequence[Manifest]) -> float 
     half, passed = math.fsum(gain for _, gain in weighted) / 2, 0.0
     for norm, gain in weighted:
         passed += gain
-        if passed >= half * (1 - 1e-9):  # sums of equal gains may differ a bit
+        if passed >= half * (1 - 1e-9):  # sums of equal gains may differ slightly
             return norm
     return None
 
 
 def longest_norm(uploads: Sequence[Measured], chain: Sequence[Manifest]) -> float:
-    """Return the norm to which longer uploads are clipped: twice the usual one.
+    """Return the norm to which longer uploads are clipped: twice the usual norm.
 
-    Where none has helped yet, the lower median of the close is usual; without uploads it is inf.
+    If no upload has helped yet, the usual norm is the lower median of the close, or inf without
+    uploads.
     """
     usual = usual_norm(uploads, chain)
     if usual is None:
@@ -178,12 +180,12 @@ def longest_norm(uploads: Sequence[Measured], chain: Sequence[Manifest]) -> floa
 
 
 def merge_factors(uploads: Sequence[Measured], chain: Sequence[Manifest]) -> list[float]:
-    """Return the factor of each accepted upload, a float32 of at most 1, by which it is multiplied.
+    """Return the factor by which each accepted upload is multiplied, a float32 of at most 1.
 
-    It clips the upload to :func:`longest_norm`. If at least half of the uploads help, the judge
-    had enough text to tell, and the factor of the others is 0: their members carry them over.
-    If fewer do, all are merged, so that no honest member is excluded late in training. Uploads
-    that are alike share the weight of one, so that the text of one member counts once.
+    The factor clips the upload to :func:`longest_norm`. If at least half of the uploads help, the
+    judge had enough text to tell them apart, and the factor of the others is 0: their members carry
+    them over. If fewer help, all are merged, so that no honest member is excluded late in training.
+    Uploads that are alike share the weight of one upload, so that a member's text counts only once.
     """
     helps, longest = helpful(uploads), longest_norm(uploads, chain)
     enough = 2 * sum(helps) >= len(uploads)
@@ -196,22 +198,24 @@ def merge_factors(uploads: Sequence[Measured], chain: Sequence[Manifest]) -> lis
 
 
 def whole_uploads(uploads: Sequence[Measured]) -> float:
-    """Return how many usual uploads the uploads of a close that help amount to, a float32.
+    """Return how many usual uploads the uploads of a close that help amount to, as a float32.
 
-    Their sum is divided by it. An upload with half of the median gain or norm counts as half an
-    upload; otherwise a member that trains less, or hides its training under noise, would make the
-    outer step shorter for all. The norm counts as well as the gain, because half of an upload gains
-    more than half as much. If chance may explain the smaller gain, an upload counts 1, because
-    outer steps would otherwise grow by chance late in training. No upload counts more than 1, nor
-    do all that are alike together. If too few help, and all are merged, each counts 1, or its
-    share.
+    The sum of the uploads is divided by this number. An upload with half of the median gain or norm
+    counts as half an upload; otherwise a member that trains less, or hides its training under
+    noise, would make the outer step shorter for everybody. The norm counts as well as the gain,
+    because an upload multiplied by a half gains more than half as much.
+
+    If chance may explain its smaller gain, an upload counts as 1, because otherwise outer steps
+    would grow by chance late in training. No upload counts as more than 1, and neither do all
+    uploads together that are alike. If too few help, and all are merged, each counts as 1, or as
+    its share.
     """
     helps = helpful(uploads)
     if 2 * sum(helps) < len(uploads):
         return float(np.float32(math.fsum(each.share for each in uploads)))
     helping = [each for each, good in zip(uploads, helps, strict=True) if good]
     gain = statistics.median_high(each.gain for each in helping)
-    # The lower median, since half of them may be far too long.
+    # Take the lower median, since half of the uploads may be far too long.
     norm = statistics.median_low(each.norm for each in helping)
     parts = (
         min(1.0, (each.gain + each.chance) / gain, each.norm / norm) * each.share
@@ -221,14 +225,14 @@ def whole_uploads(uploads: Sequence[Measured]) -> float:
 
 
 def clip_factor(norm: float, longest: float) -> float:
-    """Return the float32 by which an upload is multiplied, so that it is no longer."""
+    """Return the float32 factor that clips an upload of this norm to the longest allowed norm."""
     return float(np.float32(min(1.0, longest / norm)))
 
 
 def count_steps(
     uploads: Sequence[tuple[Measured, int]], chain: Sequence[Manifest], closed_at: float, most: int
 ) -> int:
-    """Return by how many inner steps an outer step moves the schedule.
+    """Return by how many inner steps an outer step advances the schedule.
 
     Args:
         uploads: The uploads that are merged, each with the inner steps that its member claims.
@@ -236,10 +240,9 @@ def count_steps(
         closed_at: The time of this close by the validator's clock, in seconds since 1970.
         most: The most inner steps that a member can take between two closes.
 
-    It is the upper median of what the members claim whose uploads help and whose claims are
-    possible. It is kept between a quarter of the lowest and four times the highest rate of the last
-    outer steps. So false claims of half of the members can neither stop the schedule nor run it to
-    its end.
+    It is the upper median of the possible claims of members whose uploads help. It is kept between
+    a quarter of the lowest and four times the highest rate of the last outer steps. So false claims
+    by half of the members can neither stop the schedule nor rush it to its end.
     """
     helps = helpful([each for each, _ in uploads])
     claims = [n for (_, n), good in zip(uploads, helps, strict=True) if good and 0 < n <= most]
@@ -269,23 +272,23 @@ def merge_named(
     layout: UpdateLayout,
     sign: Sign,
 ) -> tuple[str, OuterState]:
-    """Write the update of an outer step as its manifest names it; return as :func:`merge`.
+    """Write the update of an outer step from its manifest's entries; return as :func:`merge` does.
 
-    The validator merges in this way, and so does whoever replays the outer step: both get the same
-    bits.
+    The validator merges in this way, and so does anybody who replays the outer step: both get the
+    same bits.
 
     Args:
-        merged: What the manifest says of all accepted uploads.
-        uploads: Those whose factor is not 0.
-        before: The state of the outer step from which the uploads count.
+        merged: The manifest's entries of all accepted uploads.
+        uploads: The uploads whose factor is not 0.
+        before: The state of the outer step that the uploads start from.
         rule: The outer rule.
-        average: What the members have averaged, in place of the uploads.
-        path: A file that is there is replaced.
+        average: The values that the members have averaged, which replace the uploads.
+        path: The update's file. An existing file is replaced.
         layout: The update's layout, with its header.
         sign: Signs for the master.
     """
     counted = [each for each in merged if each.factor]
-    # Manifests from before uploads were carried over do not name what decides the divisor.
+    # Manifests from before uploads were carried over lack the values that decide the divisor.
     known = all(each.chance is not None for each in merged)
     divisor = whole_uploads(measured(merged)) if known else None
     factors = [each.factor for each in counted]
@@ -323,14 +326,14 @@ def merge(
 
     Args:
         uploads: Ascending by uid, at least one.
-        factors: The factor of each, from :func:`merge_factors` or the manifest; none is 0.
-        before: The state of the outer step from which the uploads count.
-        path: A path where no file is yet.
+        factors: The factor of each upload, from :func:`merge_factors` or the manifest, never 0.
+        before: The state of the outer step that the uploads start from.
+        path: The update's file, which must not exist yet.
         layout: The update's layout, with its header.
         sign: Signs for the master.
-        divisor: The divisor of the uploads' sum, a float32, from :func:`whole_uploads`. None: their
-            number, as in manifests from before uploads were carried over.
-        facts: The facts of each upload, for a rule that merges them itself.
+        divisor: The divisor of the uploads' sum, a float32, from :func:`whole_uploads`. None: the
+            number of uploads, as in manifests from before uploads were carried over.
+        facts: The facts about each upload, for a rule that merges uploads itself.
 
     Raises OSError, ConfigError if the outer rule is unknown or fails, and ValueError for values
     that became too large to be written.
@@ -348,8 +351,8 @@ def merge(
             None if tensors is None else tensors[index].view(shape)
             for tensors in (before.momentum, before.residual)
         )
-        # A rule with its own merge gets the rows of all members at once, so take fewer rows to
-        # bound memory.
+        # A rule with its own merge gets the rows of all members at once, so take fewer rows at a
+        # time to limit the memory.
         for a, b in row_chunks(*shape, len(counted) if own is not None else 1):
             clipped = (upload.rows(index, a, b).mul_(factor) for upload, factor in counted)
             if own is not None:
@@ -367,14 +370,14 @@ def merge(
             wanted[a:b] = step
             write_rows(path, layout, index, a, step)
     finish(path, layout, sign)
-    # Read it from the file, since that is what all others apply.
+    # Read the update from the file, since that is what everybody else applies.
     update = UpdateFile.reopen(path, layout.schema)
-    _subtract(residuals, update)  # until here the residuals held all that was wanted
+    _subtract(residuals, update)  # until here the residuals were the update before quantization
     return update.digest, OuterState(subtract(before.weights, update), momenta, residuals)
 
 
 def _step(rule: Rule, weight: Tensor, mean: Tensor, momentum: Tensor | None) -> tuple[Tensor, ...]:
-    """Return what the outer rule subtracts from some weights, and their new momentum."""
+    """Return what the outer rule subtracts from ``weight``, and the new momentum."""
     step = OUTER_RULES[rule.name].step
     if step is not nesterov_sgd:
         new, kept = step(weight, mean, momentum, lr=rule.learning_rate, mu=rule.mu)
@@ -400,15 +403,16 @@ def _subtract(tensors: Sequence[Tensor], update: UpdateFile) -> None:
 
 
 def find_spoilers(count: int, passes: Callable[[Sequence[int]], bool]) -> tuple[int, ...] | None:
-    """Find the uploads, of ``count``, without which the merge of the others passes the gate.
+    """Find the uploads to leave out so that the merge of the others passes the gate.
 
-    The merge of all has failed. The least trusted come last. ``passes``: whether the merge of some
-    does, by their places. It is called at most ``2 log2 count + 2`` times; if that is not enough,
-    or nothing passes, None is returned and nobody is to blame.
+    The merge of all ``count`` uploads has failed. The least trusted uploads come last. ``passes``
+    returns whether the merge of the uploads at the given places passes. It is called at most
+    ``2 log2 count + 2`` times; if that is not enough, or nothing passes, None is returned and
+    nobody is blamed.
 
-    Bisection finds the k for which the merge of the first k uploads fails and that of one upload
-    less passes; it leaves out the k-th upload. If the rest then passes, the search ends; otherwise
-    it looks for one more.
+    Bisection finds the k for which the merge of the first k uploads fails and the merge of the
+    first k - 1 passes, and leaves out the k-th upload. If the rest then passes, the search ends;
+    otherwise it looks for another upload.
     """
     left, found, asked = list(range(count)), list[int](), 0
     good = 0  # the first ``good`` uploads pass

@@ -1,12 +1,12 @@
-"""Own the global bucket of a store network: its state, its chain of manifests, their files.
+"""Own the global bucket of a store network: its state, its chain of manifests, and their files.
 
-The manifest of an outer step publishes it. A single validator writes it, after all other files, and
-until then members read the outer step before. So a kill at any byte leaves the old outer step or
-the new one; the next start corrects ``state.json``, which names the head.
+An outer step is published by its manifest. A single validator writes the manifest after all other
+files, and until then members read the previous outer step. So a kill at any time leaves either the
+old outer step or the new one. The next start corrects ``state.json``, which names the head.
 
-What the master has signed is the truth, and the store is a cache of it. So this machine writes its
-own copy again (:mod:`.own_copy`) if the store loses or damages an object, or shows an old one.
-Only a signed state that is newer than ours shows that another process leads.
+What the master has signed is the truth, and the store is only a cache of it. So this machine writes
+its own copy again (:mod:`.own_copy`) if the store loses or damages an object, or returns an old
+one. Only a signed state that is newer than ours shows that another process leads.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ log = logging.getLogger(__name__)
 
 
 class AnotherLeadsError(GlobalStateError):
-    """Another process leads this network by now. Started again, each would end the other's turn."""
+    """Another process leads this network now. After a restart the two would take turns to lead."""
 
 
-_PUBLICATION = timedelta(minutes=30)  # limit for a publication, with retries
-_AGAIN = 60.0  # seconds before a large file is sent again that the store does not keep
+_PUBLICATION = timedelta(minutes=30)  # time limit for a publication, including retries
+_AGAIN = 60.0  # seconds before sending a large file again that the store did not keep
 _SETS = (keys.MODEL, keys.OUTER_STATE, keys.CONFIG)
-SERIALS = 1 << 20  # distance above the closes that may have moved without our knowing
+SERIALS = 1 << 20  # added to the serial if closes may have moved without our knowledge
 
 
 class OuterSteps(OwnCopy):
     """Reads and writes the chain. All methods raise StoreError.
 
-    ``keep_uploads``: outer steps whose merged uploads stay.
+    ``keep_uploads``: the number of outer steps whose merged uploads are kept.
     """
 
     def __init__(
@@ -69,30 +69,30 @@ class OuterSteps(OwnCopy):
         # The newest state that we know, written or found at the start.
         self.state: State | None = None
         self.head: Manifest
-        self.values: OuterState  # values after the head
+        self.values: OuterState  # the head's values
         self.history: list[Manifest] = []  # the last manifests, ascending
-        # Nobody else has led the network since the last process of this folder.
+        # Whether nobody else has led the network since the last process with this folder.
         self.led_last = False
-        self.unsure = False  # closes may have moved since the state that was found
+        self.unsure = False  # whether closes may have moved since the state that was found
         self._keep_uploads = keep_uploads
         self.serial = 0  # the largest serial that the store may show
         self._ahead = 0.0  # seconds by which the store's clock is ahead of ours
         self._etag = ""  # etag of our state in the store
         self._ours: list[bytes] = []  # our last two states, since an answer may have been lost
-        self._looks = 0  # looks since an outer step was published
-        self._older: Manifest  # the manifest after the one that the next look compares
+        self._looks = 0  # number of checks since an outer step was published
+        self._older: Manifest  # the manifest after the one that the next check compares
         self._sent_at: dict[str, float] = {}  # key -> when it was sent, by time.monotonic()
-        self._fault = ""  # fault of the state in the store, as it was logged
-        self.emptied = False  # the store had no state at a look
-        self._gone: set[str] = set()  # objects that nobody has
-        self._mended: set[str] = set()  # objects that were written again at the last repair
+        self._fault = ""  # fault of the state in the store, as it was last logged
+        self.emptied = False  # whether the store had no state at a check
+        self._gone: set[str] = set()  # keys of objects that nobody has
+        self._mended: set[str] = set()  # keys of the objects written again at the last repair
         self._kept_at: object = None
-        self._kept_there: list[Kept] = []  # kept objects of that place
+        self._kept_there: list[Kept] = []  # our copies for the head and sets in _kept_at
 
     # --- reading ----------------------------------------------------------------------------------
 
     def load(self) -> bool:
-        """Find state, head and history; whether a network has begun in this bucket.
+        """Find the state, the head and the history; return whether the bucket has a network.
 
         Raises GlobalStateError.
         """
@@ -109,7 +109,7 @@ class OuterSteps(OwnCopy):
             assert self.state is not None
             head = self.find_manifest(self.state.outer_step)
             if head is None or head.digest != self.state.head:
-                raise ValueError(f"{keys.STATE} names a manifest that is not there")
+                raise ValueError(f"{keys.STATE} names a manifest that does not exist")
             # A process may have been killed after it published an outer step and before the state
             # named it. If it then published a rewind too, the state lacks both.
             while (following := self.find_manifest(head.outer_step + 1)) is not None:
@@ -125,7 +125,7 @@ class OuterSteps(OwnCopy):
         except ValueError as error:
             raise GlobalStateError(
                 f"the chain in the global bucket is damaged ({error}; after a bucket was restored "
-                f"from a backup: {RECOVER}), so it is not known where training stands: restore its "
+                f"from a backup: {RECOVER}), so it is unclear where training stands: restore its "
                 "files"
             ) from None
         self.head, self.history, self._older = head, chain[-HISTORY:], chain[0]
@@ -137,9 +137,9 @@ class OuterSteps(OwnCopy):
         return True
 
     def _make_state(self) -> bool:
-        """Make a state from the newest manifest, as there is none; whether there is a manifest.
+        """Make a state from the newest manifest; return whether there is a manifest.
 
-        Raises ValueError if there is something, and nothing that the master has signed.
+        Raises ValueError if the bucket is not empty, but the master has signed nothing in it.
         """
         listed = self._retry(self._store.list_objects, "outer/")
         found = [one for info in listed if (one := keys.parse_outer_key(info.key)) is not None]
@@ -151,7 +151,7 @@ class OuterSteps(OwnCopy):
                 raise ValueError("nothing in it is signed by this network's master")
             return False
         log.warning(
-            "There is no %s that the network's master has signed: it is made from the manifests, "
+            "There is no %s that the network's master has signed: it is rebuilt from the manifests "
             "up to outer step %d. If the bucket was restored from a backup: %s",
             keys.STATE,
             head.outer_step,
@@ -163,7 +163,7 @@ class OuterSteps(OwnCopy):
             if there and step <= head.outer_step and len(at) < 2:
                 named = self.find_manifest(step)
                 at += [step] if named is not None and keys.MODEL in named.files else []
-        # Its times are in the past, so that nobody seems to lead.
+        # Set its times in the past, so that nobody seems to lead.
         made = next_state(None, head, head.serial, now=0.0, period=0.0, grace=0.0)
         self.state = replace(made, weights_at=tuple(sorted(at)))
         self._ours = [self.state.to_bytes(self.sign)]
@@ -181,10 +181,10 @@ class OuterSteps(OwnCopy):
         return time.time() + self._ahead
 
     def restore_lost(self) -> float:
-        """Write again what the store has lost; return the time by its clock, Unix seconds.
+        """Write again what the store has lost; return the time by its clock, in Unix seconds.
 
-        A look compares the state and one more object in turn, the newest first. Raises
-        AnotherLeadsError if another validator of this network leads its rounds.
+        Each call compares the state and one more object, in turn and starting with the newest.
+        Raises AnotherLeadsError if another validator leads the rounds of this network.
         """
         info = self._retry(self._store.head, keys.STATE)
         kept = self._find_copies()
@@ -195,14 +195,14 @@ class OuterSteps(OwnCopy):
                 if not known:  # a store that lost the state may also have lost what it names
                     self.restore()
                 self._retry(self._store.put, keys.STATE, self._ours[-1])
-                # Read it at the next look, because some stores confirm a write that they drop.
+                # Read it at the next check, because some stores confirm a write that they drop.
                 self._etag = ""
                 info = self._retry(self._store.head, keys.STATE)
             elif turn == len(kept):
                 self._fault = ""
         elif not all(
             self.fits(one, most=most)
-            # Compare the head's manifest at each look, since nobody trusts a state without it.
+            # Compare the head's manifest at each check, since nobody trusts a state without it.
             for one, most in ((kept[turn], SMALL), *((one, 0) for one in kept[:1]))
         ):
             self.restore()
@@ -210,7 +210,7 @@ class OuterSteps(OwnCopy):
         return self.now() if info is None else self._time_of(info)
 
     def _compare_older(self) -> None:
-        """Copy, or write again, the next older manifest of the chain; then begin at the head."""
+        """Copy or rewrite the next older manifest of the chain; after the oldest, the head's."""
         step, named = self._older.outer_step - 1, self._older.previous
         self._older = self.head
         if not named:
@@ -230,7 +230,7 @@ class OuterSteps(OwnCopy):
         found = None
         with suppress(IntegrityError):  # raised for an object that is too large
             found = self._retry(self._store.get, keys.STATE, limit=State.most_bytes)
-        if found == self._ours[-1]:  # also if another replica has answered the HEAD
+        if found == self._ours[-1]:  # true even if another replica answered the HEAD
             self._etag = "" if info is None else info.etag
             return True
         theirs = None
@@ -240,16 +240,16 @@ class OuterSteps(OwnCopy):
         if theirs is not None and found not in self._ours and age_of(theirs) > age_of(self.state):
             raise AnotherLeadsError(
                 f"{keys.STATE} was written by another process with the master's hotkey, which "
-                f"leads since {datetime.fromtimestamp(theirs.written_at, UTC):%Y-%m-%d %H:%M:%S} "
+                f"led at {datetime.fromtimestamp(theirs.written_at, UTC):%Y-%m-%d %H:%M:%S} "
                 f"UTC (serial {theirs.serial}), so this one "
-                "stops: let one validator lead this network, and give the master another hotkey if "
-                "you do not know the other"
+                "stops: let only one validator lead this network, and change the master's hotkey "
+                "if the other process is not yours"
             )
         fault = "missing" if found is None else "damaged" if theirs is None else "an older one"
         self.emptied |= found is None
         if fault != self._fault:
             log.warning(
-                "%s in the store is %s: this validator, which wrote the last one, writes it again",
+                "%s in the store is %s: this validator wrote the last one, and writes it again",
                 keys.STATE,
                 fault,
             )
@@ -259,8 +259,8 @@ class OuterSteps(OwnCopy):
     def is_free(self, period: float) -> bool:
         """Return whether nobody leads the network.
 
-        A leader renews the state within half of a ``period`` (seconds). Raises AnotherLeadsError if
-        somebody has since the start.
+        A leader renews the state within half a ``period`` (seconds). Raises AnotherLeadsError if
+        another process has renewed it since the start.
         """
         assert self.state is not None
         found = self.stored_state()
@@ -268,8 +268,8 @@ class OuterSteps(OwnCopy):
         if newer or self.find_manifest(self.head.outer_step + 1) is not None:
             raise AnotherLeadsError(
                 f"another process with the master's hotkey leads this network and has just written "
-                f"{keys.STATE if newer else 'an outer step'}, so this one stops and that one "
-                "continues: stop that one first, or start this one with --take-over"
+                f"{keys.STATE if newer else 'an outer step'}, so this one stops and the other "
+                "continues: stop the other first, or start this one with --take-over"
             )
         return self.state.written_at + period / 2 <= self.now()
 
@@ -282,11 +282,10 @@ class OuterSteps(OwnCopy):
         return self._kept_there
 
     def restore(self, *, deep: bool = False, older: bool = False) -> None:
-        """Write again what the store lacks or holds with other bytes; log what nobody has.
+        """Write again what the store lacks or has with other bytes; log what nobody has.
 
-        ``deep``: large objects are read to compare them. ``older``: all manifests are compared, as
-        they also are if anything else is wrong. Raises AnotherLeadsError for a signed manifest
-        that is not ours.
+        ``deep``: also read large objects to compare them. ``older``: compare all manifests, even if
+        nothing else is wrong. Raises AnotherLeadsError for a signed manifest that is not ours.
         """
         wrong = self.wrong(self._find_copies(), most=MOST_BYTES if deep else SMALL)
         if wrong or older:
@@ -296,7 +295,7 @@ class OuterSteps(OwnCopy):
         gone = {one.key for one in wrong if one not in sound}
         signed = [one for one in sound if one.key.endswith(keys.MANIFEST)]
         now = time.monotonic()
-        # A store may show late what it confirms: a large file is deleted before it is sent again.
+        # A store may show a confirmed write late, so wait before sending a large file again.
         files = [
             (one.key, one.path)
             for one in sound
@@ -312,7 +311,7 @@ class OuterSteps(OwnCopy):
             )
         if files:
             for key, path in files:
-                if path.stat().st_size > PART:  # a damaged file would pass for sent by its etag
+                if path.stat().st_size > PART:  # by its etag, a damaged file would count as sent
                     self._retry(self._store.delete, key)
             upload_all(self._store, files, until=deadline_in(_PUBLICATION))
             self._sent_at |= {key: now for key, path in files if path.stat().st_size > SMALL}
@@ -331,21 +330,21 @@ class OuterSteps(OwnCopy):
         self._gone = gone
 
     def list_uploads(self) -> list[ObjectInfo]:
-        """List all uploads of members."""
+        """List all uploads of the members."""
         return self._retry(self._store.list_objects, "uploads/")
 
     # --- the local copy ---------------------------------------------------------------------------
 
     def write_values(self, state: GlobalState, values: OuterState) -> dict[str, str]:
-        """Write a set of what an outer step leads to; return its files' digests. Raises OSError."""
+        """Write the values of an outer step; return the digests of the files. Raises OSError."""
         folder = self.place(state.outer_step)
         folder.mkdir(parents=True, exist_ok=True)
         return write_set(folder, state.schema, values, config_bytes(state.model_config))
 
     def read_state(self, model: Mapping[str, Any]) -> GlobalState:
-        """Return the state of the head, and keep its values; ``model``: its configuration.
+        """Return the state of the head, and keep its values.
 
-        Raises GlobalStateError, OSError.
+        ``model``: the model's configuration. Raises GlobalStateError, OSError.
         """
         head, folder = self.head, self.place(self.head.outer_step)
         assert self.state is not None
@@ -360,9 +359,9 @@ class OuterSteps(OwnCopy):
             self.values = found
         except ValueError as error:
             raise GlobalStateError(
-                f"the global bucket does not lead to outer step {head.outer_step} ({error}; where "
-                f"its files are lost: {RECOVER}), so it is not known where training stands: "
-                "restore its files"
+                f"the global bucket does not lead to outer step {head.outer_step} ({error}; if its "
+                f"files are lost: {RECOVER}), so it is unclear where training stands: restore its "
+                "files"
             ) from None
         return GlobalState(
             model_config=dict(model),
@@ -374,7 +373,7 @@ class OuterSteps(OwnCopy):
         )
 
     def went_on(self, manifest: Manifest, values: OuterState) -> None:
-        """Go by a manifest that is published from now on."""
+        """Continue from a manifest that was just published."""
         self.head, self.values, self._older = manifest, values, manifest
         self.history = [*self.history[1 - HISTORY :], manifest]
         self._looks = 0
@@ -385,8 +384,8 @@ class OuterSteps(OwnCopy):
         """Sign and write a state."""
         data = state.to_bytes(self.sign)
         self._ours = [*self._ours[-1:], data]
-        # Keep the state before it is written, because members may have it although the answer is
-        # lost. The next look writes it again.
+        # Keep the state before writing it, because members may see it even if the store's answer is
+        # lost. The next check writes it again.
         self.serial, self.state = state.serial, state
         self.save(keys.STATE, data)
         self._etag = ""
@@ -395,10 +394,10 @@ class OuterSteps(OwnCopy):
     def publish(
         self, manifest: Manifest, data: bytes, uploads: Mapping[int, Path] | None = None
     ) -> int:
-        """Write the files of an outer step, its manifest last; return the bytes that were sent.
+        """Write the files of an outer step, its manifest last; return how many bytes were sent.
 
         Args:
-            manifest: The outer step's manifest; the step's files are in its place on the disk.
+            manifest: The outer step's manifest; its files are in the outer step's folder.
             data: The signed manifest. Each try needs the same bytes, and no two signatures are
                 equal.
             uploads: The merged uploads, by uid.
@@ -420,35 +419,35 @@ class OuterSteps(OwnCopy):
             if not self._is_published(n, data):
                 if self._retry(self._store.head, place) is None:
                     raise
-                # The master has not signed what is there.
+                # The master has not signed the existing object, so replace it.
                 self._retry(self._store.put, place, data)
         self.save(f"{n}.json", data)
         return sent
 
     def _is_published(self, outer_step: int, data: bytes) -> bool:
-        """Return whether the store holds a manifest. Raises AnotherLeadsError for another one."""
+        """Return whether the store has this manifest. Raises AnotherLeadsError for another one."""
         found = self.stored_manifest(outer_step)
         if found is not None and found.data != data:
             raise AnotherLeadsError(
                 f"{keys.outer_key(outer_step, keys.MANIFEST)} was published by another process "
                 "with the master's hotkey, so this one stops: let one validator lead this network; "
-                "a new start continues from the store"
+                "a restart continues from the store"
             )
         return found is not None
 
     def delete_past(self) -> None:
-        """Delete what nobody needs any more. A failure is logged: the next time has it again."""
+        """Delete what nobody needs any more. A failure is logged, and the next call tries again."""
         state = self.state
         assert state is not None
         n, at = state.outer_step, state.weights_at
-        # Our copy: the files that members do not need any more, but for the signed ones.
+        # In our copy, delete the files that members do not need any more, except the signed ones.
         remove_states(self._folder, before=min(at, default=n))
         for step, folder in states(self._folder):
             needless = _SETS if step not in at else () if step == max(at) else (keys.OUTER_STATE,)
             for name in needless if step < n else ():
                 (folder / name).unlink(missing_ok=True)
-        # An empty disk needs the uploads since the newest set, however few the network's file
-        # keeps.
+        # A validator with an empty disk needs the uploads since the newest set, even if the
+        # network's file keeps fewer.
         oldest, merged = min(at, default=0), min(n - self._keep_uploads, max(at, default=0))
         try:
             for info in self._store.list_objects("outer/"):
@@ -464,7 +463,7 @@ class OuterSteps(OwnCopy):
                 if close < [n, state.serial]:
                     self._store.delete(info.key)
         except StoreError as error:
-            log.info("Files that are past were not deleted (%s): after the next round", error)
+            log.info("Old files were not deleted (%s): the next round tries again", error)
         sweep_uploads(self._store, prefix="outer/")
 
 
@@ -479,16 +478,17 @@ def next_state(
     finished: str = "",
     gate: int = 0,
 ) -> State:
-    """Return the state whose head is ``manifest``, or, if it is that already, a close that moved.
+    """Return the state whose head is ``manifest``; if it already is, one with a later close.
 
-    ``serial``: its close's, above all that the store may show. ``now``: the time by the store's
-    clock.
+    ``serial``: the close's serial, above all that the store may show. ``now``: the time by the
+    store's clock.
     """
     at = () if before is None else before.weights_at
     if keys.MODEL in manifest.files and manifest.outer_step not in at:
         at = (*at, manifest.outer_step)[-2:]
     moved = before is not None and before.outer_step == manifest.outer_step
-    # The next close is a period after this one. After a late close members first need the update.
+    # The next close is a period after this one, or later if this one was late: members first need
+    # time to get the update.
     due = now + period if moved or before is None else before.closes_at + period
     return State(
         run_id=manifest.run_id,
@@ -506,7 +506,7 @@ def next_state(
 
 
 def renewed(state: State, *, now: float, period: float, finished: str = "") -> State:
-    """Return the same state, written ``now``, or later if the store's clock went back."""
+    """Return the same state, written ``now``, or later if the store's clock was set back."""
     now = max(now, state.written_at + 0.001)
     return replace(
         state, written_at=now, expires=now + 2 * period, finished=printable(finished, 200) or None

@@ -1,10 +1,9 @@
-"""Keep this machine's copy of what the master has signed, and repair the store by it.
+"""Keep this machine's copy of what the master has signed, and repair the store with it.
 
-An object of the store means nothing until its signature and digest match. The store may lose or
-damage objects, answer with old ones, confirm a write that it drops, or be restored from a backup.
-None of this changes what the network's master has signed, of which the store is only a cache. So
-this machine keeps the state and all manifests, with the files of the outer steps that members may
-need.
+An object in the store means nothing until its signature and digest match. The store may lose or
+damage objects, return old ones, confirm a write that it drops, or be restored from a backup. None
+of this changes what the network's master has signed, and the store is only a cache of that. So this
+machine keeps the state and all manifests, with the files of the outer steps that members may need.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ log = logging.getLogger(__name__)
 
 RECOVER = "run dt-network recover NETWORK"
 _SIGNED = "signed"  # subfolder with the state and all manifests
-SMALL = 4 * 1024 * 1024  # bytes; objects up to here are read to compare them
-_SMALL_TIME = timedelta(seconds=30)  # limit for one small object, with retries
-#: Faults of an object, not of a store that does not answer.
+SMALL = 4 * 1024 * 1024  # bytes; objects up to this size are read to compare them
+_SMALL_TIME = timedelta(seconds=30)  # time limit for one small object, including retries
+#: Errors about an object, unlike those of a store that does not answer.
 _FAULTS = (IntegrityError, ObjectMissingError, PreconditionError, StateUnavailable)
 _Kind = TypeVar("_Kind", State, Manifest)
 
@@ -56,7 +55,7 @@ class Signed(Generic[_Kind]):
 
 @dataclass(frozen=True)
 class Kept:
-    """An object that the store has to hold: its SHA-256, and where our copy is or would be."""
+    """An object that the store must have: its SHA-256, and where our copy is or would be."""
 
     key: str
     digest: str
@@ -64,12 +63,12 @@ class Kept:
 
 
 def age_of(state: State) -> tuple[int, float]:
-    """Return what only grows from one state that a master signs to the next."""
+    """Return a sort key that grows with each state that the master signs."""
     return state.serial, state.written_at
 
 
 class OwnCopy:
-    """The copy in ``folder`` of a network's chain. Methods that ask the store raise StoreError."""
+    """Our copy of a network's chain in ``folder``. Methods that ask the store raise StoreError."""
 
     def __init__(self, store: ObjectStore, folder: Path, master: Master) -> None:
         self.reader = BucketReader(store)
@@ -77,7 +76,7 @@ class OwnCopy:
         self._folder = folder
         self._master = master
         self._retry = Retry(each=_SMALL_TIME)
-        self._etags: dict[str, str] = {}  # etags of large objects when they were right
+        self._etags: dict[str, str] = {}  # key -> etag of the object when its content was right
 
     # --- signed files -----------------------------------------------------------------------------
 
@@ -86,7 +85,7 @@ class OwnCopy:
         return self._read_own(keys.STATE, State)
 
     def stored_state(self) -> Signed[State] | None:
-        """Return the store's state; None if that is missing, damaged or another network's."""
+        """Return the store's state; None if it is missing, damaged or another network's."""
         return self._read_stored(keys.STATE, State)
 
     def manifest(self, outer_step: int) -> Manifest | None:
@@ -95,7 +94,7 @@ class OwnCopy:
         return None if found is None else found.file
 
     def find_manifest(self, outer_step: int) -> Manifest | None:
-        """Return the store's manifest of an outer step, or else our copy; None: neither is there.
+        """Return the store's manifest of an outer step, else our copy, or None if there is neither.
 
         Raises ValueError if both are signed and differ.
         """
@@ -106,22 +105,22 @@ class OwnCopy:
         if ours is None:
             self.save(f"{outer_step}.json", theirs.data)
         elif ours.digest != theirs.file.digest:
-            raise ValueError(f"{key} is another one than this machine's copy, and both are signed")
+            raise ValueError(f"{key} differs from this machine's copy, and both are signed")
         return theirs.file
 
     def stored_manifest(self, outer_step: int) -> Signed[Manifest] | None:
         """Return the store's manifest of an outer step; None as for :meth:`stored_state`."""
         found = self._read_stored(keys.outer_key(outer_step, keys.MANIFEST), Manifest)
-        # A manifest of another outer step is another object's content.
+        # The manifest of another outer step is the content of another object.
         return found if found is not None and found.file.outer_step == outer_step else None
 
     def steps(self) -> set[int]:
-        """Return the outer steps of which there is a copy of the manifest."""
+        """Return the outer steps whose manifests this machine has copied."""
         names = [path.stem for path in (self._folder / _SIGNED).glob("*.json")]
         return {int(name) for name in names if name.isdigit()}
 
     def save(self, name: str, data: bytes) -> None:
-        """Write our copy of a signed file; a full disk costs only the copy."""
+        """Write our copy of a signed file; if the disk is full, only the copy is lost."""
         path = self._folder / _SIGNED / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +128,7 @@ class OwnCopy:
         except OSError as error:
             log.warning(
                 "%s was not written (%s), so the next start finds an older copy and waits until "
-                "nobody leads the network: free the disk of --neuron.run_folder",
+                "nobody leads the network: free disk space at --neuron.run_folder",
                 path,
                 error.strerror,
             )
@@ -155,7 +154,7 @@ class OwnCopy:
         return self._folder / keys.epoch_folder(outer_step)
 
     def find_copies(self, head: Manifest, at: Sequence[int]) -> list[Kept]:
-        """Return what members may need since the oldest of the sets ``at``, newest first."""
+        """Return all that members may need since the oldest of the sets ``at``, newest first."""
         oldest = min(at, default=head.outer_step)
         found = []
         for manifest in self._chain(head):
@@ -166,7 +165,7 @@ class OwnCopy:
             with suppress(OSError):
                 found.append(Kept(keys.outer_key(step, keys.MANIFEST), sha256_of(path), path))
             files = dict(manifest.files) if step in at else {}
-            if step != max(at, default=0):  # a validator begins at the newest set
+            if step != max(at, default=0):  # a validator starts from the newest set
                 files.pop(keys.OUTER_STATE, None)
             if manifest.update and step > oldest:
                 files[keys.UPDATE] = manifest.update
@@ -177,7 +176,7 @@ class OwnCopy:
         return found
 
     def _chain(self, head: Manifest) -> Iterator[Manifest]:
-        """Yield the manifests of our copy from the head back, as far as each names the next."""
+        """Yield our copies of the manifests from the head back, as long as each names the next."""
         last: Manifest | None = head
         while last is not None:
             yield last
@@ -187,9 +186,10 @@ class OwnCopy:
                 return
 
     def fits(self, one: Kept, *, most: int = SMALL) -> bool:
-        """Return whether the store holds these bytes.
+        """Return whether the store has these bytes.
 
-        An object of at most ``most`` bytes is read; of another size and etag have to be the same.
+        An object of at most ``most`` bytes is read. A larger object must have our copy's size and
+        the same etag as before.
         """
         info = self._retry(self._store.head, one.key)
         if info is None:
@@ -205,7 +205,7 @@ class OwnCopy:
                 return self._etags.setdefault(one.key, info.etag) == info.etag
         except _FAULTS:
             return False
-        except NoRoomError:  # the object only stays without a copy
+        except NoRoomError:  # the object is right but was not copied
             return True
         self._etags[one.key] = info.etag
         return True
@@ -217,24 +217,24 @@ class OwnCopy:
             length = min(RANGE, info.size - at)
             piece = self._retry(self._store.get_range, key, at, length, etag=info.etag)
             if not piece:
-                raise IntegrityError(f"{key} is shorter than it says")
+                raise IntegrityError(f"{key} is shorter than its given size")
             content.update(piece)
             at += len(piece)
         return content.hexdigest()
 
     def wrong(self, kept: Sequence[Kept], *, most: int) -> list[Kept]:
-        """Return the objects that the store lacks or holds with other bytes."""
+        """Return the objects that the store lacks or has with other bytes."""
         return [
             one
             for one in kept
-            # Do not read momentum and residual, which are the largest and which no member needs.
+            # Do not read momentum and residual: the file is the largest, and no member needs it.
             if not self.fits(
                 one, most=min(most, SMALL) if one.path.name == keys.OUTER_STATE else most
             )
         ]
 
     def lost_manifests(self, head: Manifest) -> list[Kept]:
-        """Return the manifests of our copy, up to the head, that the store lacks or has wrong."""
+        """Return our copies of the manifests, up to the head, that the store lacks or damaged."""
         found = []
         for manifest in self._chain(head):
             step = manifest.outer_step

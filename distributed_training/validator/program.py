@@ -1,7 +1,8 @@
 """The validator as a program: from its configuration to an exit status.
 
-Hotkey, buckets and text may take long to open, or fail. They are opened before a model is built, so
-that a missing key or an unregistered hotkey is reported at once. Tests give parts of their own.
+The hotkey, the buckets and the text may take long to open, or fail to. They are opened before a
+model is built, so that a missing key or an unregistered hotkey is reported at once. Tests pass
+their own parts.
 """
 
 from __future__ import annotations
@@ -84,12 +85,12 @@ from distributed_training.validator.store_rounds import LEDGER, StoreValidator
 
 log = logging.getLogger(__name__)
 
-_CLAIM_AGAIN = 60.0  # seconds between two looks at whose the bucket is, by its own words
+_CLAIM_AGAIN = 60.0  # seconds between two checks that the bucket is still marked as ours
 
 
 @dataclass(frozen=True)
 class ValidatorParts:
-    """``store``: the global bucket, to write. ``held_out``: sequences by domain."""
+    """``store``: the global bucket, writable. ``held_out``: held-out sequences by domain."""
 
     member: Member
     store: ObjectStore
@@ -98,11 +99,11 @@ class ValidatorParts:
     held_out: Mapping[str, Tensor]
     verify: Verify = verify_signature
     versions: Versions | None = None  # versions of the network's file
-    publish_files: Callable[[], None] = lambda: None  # those of the network; StoreError
+    publish_files: Callable[[], None] = lambda: None  # raises StoreError
 
 
 def connect(config: Config, folder: Path, stack: ExitStack) -> ValidatorParts:
-    """Open everything a validator needs from outside; ``stack`` closes it.
+    """Open everything that a validator needs from outside; ``stack`` closes it.
 
     Raises ConfigError, NetworkFailure.
     """
@@ -116,7 +117,7 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> ValidatorParts:
     versions = open_versions(config.network, folder, outer_step, BucketReader(store).version)
     config = under(config, versions.in_force)
     claim_global_bucket(store, versions.newest, versions=versions, member=member)
-    # Commit only after the claim, because a commitment leads everybody to this bucket. Where the
+    # Commit only after the claim, because a commitment leads everybody to this bucket. If the
     # registry hands out URLs, a commitment would let members read uploads before they are merged.
     if config.has_bucket:
         commit(member, own_commitment(config.store, store.bucket))
@@ -131,14 +132,14 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> ValidatorParts:
         pages = pages_of(config, tokenizer_path, eos_id)
     except PageUnavailable as error:
         raise NetworkFailure(
-            f"the held-out text cannot be had ({error}), so no outer step could be judged: "
-            "trying again later may do"
+            f"the held-out text cannot be read ({error}), so no outer step could be judged: "
+            "try again later"
         ) from None
 
     def publish_files() -> None:
         try:
             publish(config, store)
-        except OSError as error:  # training continues without it
+        except OSError as error:  # training continues without them
             log.warning("The network's files are not written again: %s", error)
 
     return ValidatorParts(
@@ -153,7 +154,10 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> ValidatorParts:
 
 
 def follow_rules(config: Config, parts: ValidatorParts) -> Callable[[int], None]:
-    """Return what publishes new versions, and raises OtherRules at the outer step of one."""
+    """Return a function that publishes new versions of the network's file.
+
+    It raises OtherRules at the outer step from which another version is in force.
+    """
     versions, problem, due = parts.versions, "", 0.0
     shown = versions.newest if versions is not None else None
 
@@ -168,7 +172,7 @@ def follow_rules(config: Config, parts: ValidatorParts) -> Callable[[int], None]
             try:
                 claim_global_bucket(parts.store, wanted, versions=versions, member=parts.member)
                 shown = wanted
-            except (StoreError, WrongPlace) as error:  # again at the next look
+            except (StoreError, WrongPlace) as error:  # the next check tries again
                 if wanted != shown:
                     found = found or f"The network's file is not published: {error}"
         if found != problem and found:
@@ -177,8 +181,8 @@ def follow_rules(config: Config, parts: ValidatorParts) -> Callable[[int], None]
         in_force = versions.at(outer_step)
         if in_force is not versions.in_force:
             raise OtherRules(
-                f"version {in_force.head.version} of the network's file holds from outer step "
-                f"{in_force.head.from_outer_step}, so the validator starts again with it"
+                f"version {in_force.head.version} of the network's file applies from outer step "
+                f"{in_force.head.from_outer_step}, so the validator restarts with it"
             )
 
     return follow
@@ -187,9 +191,10 @@ def follow_rules(config: Config, parts: ValidatorParts) -> Callable[[int], None]
 def run_validator(
     config: Config, *, connect: Callable[[Config, Path, ExitStack], ValidatorParts] = connect
 ) -> int:
-    """Return the exit status: 0 stopped as asked, 1 a fault, after which pm2 starts it again.
+    """Run the validator, and return its exit status.
 
-    5: to be started again at once.
+    0: it stopped as asked. 1: a fault, after which pm2 starts it again. 2: the settings are
+    refused, or another process leads. 5: it must be started again at once.
 
     Call it in the main thread: it handles SIGINT, SIGTERM and SIGHUP.
     """
@@ -197,11 +202,11 @@ def run_validator(
         start_log(config)
         log_settings(config)
         folder = make_run_folder(config)
-        # Until the validator runs a signal raises Stopped: no download looks at an event.
+        # Until the validator runs, a signal raises StopNow, since downloads do not check an event.
         with StopSignals(interrupts=True) as signals, ExitStack() as stack:
             # A second validator here would share the ledger and the copy of the chain.
             stack.enter_context(sole_user(folder, "validator.lock", "validator"))
-            # The dashboard sees by this file that the process is gone.
+            # From this file the dashboard knows whether the process is still running.
             write_json(folder / "instance.json", {"pid": os.getpid()})
             stack.enter_context(dashboard(config, folder))
             write_settings(config, folder)
@@ -211,8 +216,7 @@ def run_validator(
                 config, parts, folder=folder, stop=signals.stop, stack=stack
             )
             validator.start(state, found=found)
-            # From here on a signal only sets an event, since a publication must not end in the
-            # middle.
+            # From here on a signal only sets an event, since a publication must not be cut short.
             signals.interrupts = False
             validator.run()
     except StopNow:
@@ -226,7 +230,7 @@ def run_validator(
         OSError,
     ) as error:
         log.log(logging.INFO if isinstance(error, OtherRules) else logging.ERROR, "%s", error)
-        # A start with the same model, or next to the same leader, would fail again.
+        # A restart with the same model, or while the other process leads, would fail again.
         if isinstance(error, UnfitModelError | AnotherLeadsError):
             return ExitStatus.BAD_CONFIGURATION
         return exit_status_of(error)
@@ -236,14 +240,14 @@ def run_validator(
 def build(
     config: Config, parts: ValidatorParts, *, folder: Path, stop: threading.Event, stack: ExitStack
 ) -> tuple[StoreValidator, GlobalState, bool]:
-    """Return the validator, the state that it begins with, and whether the bucket held that.
+    """Return the validator, the state that it starts from, and whether the bucket had that state.
 
     ``stack`` closes what must be closed. Raises ConfigError, GlobalStateError, StoreError.
     """
     if parts.versions is not None:
         config = under(config, parts.versions.in_force)
     rounds, record = config.rounds, EventLog.open(folder).write
-    # A rule that breaks its promises is refused before anything is published.
+    # Refuse a rule that breaks its promises before anything is published.
     rule_of_network(config)
     master = Master(config.swarm.run_id, config.miner.master_ss58_address, parts.verify)
     steps, state, found = find_state(config, parts, master, folder)
@@ -299,14 +303,14 @@ def build(
 def find_state(
     config: Config, parts: ValidatorParts, master: Master, folder: Path
 ) -> tuple[OuterSteps, GlobalState, bool]:
-    """Return what writes the bucket, the state to begin with, and whether the bucket held that.
+    """Return the bucket's writer, the state to start from, and whether the bucket had that state.
 
     Raises ConfigError, GlobalStateError, StoreError.
     """
     if parts.member.hotkey != master.hotkey:
         raise ConfigError(
-            f"this network is led by its master {master.hotkey} only, and --wallet.hotkey is "
-            f"{parts.member.hotkey}, so nothing was started: give the master's wallet"
+            f"this network is led by its master {master.hotkey} only, but --wallet.hotkey is "
+            f"{parts.member.hotkey}, so nothing was started: use the master's wallet"
         )
     steps = OuterSteps(
         parts.store,
@@ -317,24 +321,24 @@ def find_state(
     )
     if steps.load():
         state = steps.read_state(network_model(config))
-        # Left by a process that was killed after the publication to which they belong.
+        # These scores were left by a process that was killed just after the publication.
         with suppress(FileNotFoundError):
             os.replace(steps.place(state.outer_step) / LEDGER, folder / LEDGER)
         return steps, state, True
     if states(folder / "global"):
         raise GlobalStateError(
-            f"the global bucket is empty and {folder / 'global'} has outer steps of it without "
+            f"the global bucket is empty, but {folder / 'global'} has its outer steps without "
             f"their signed manifests, so nothing was published: restore the bucket and {RECOVER}, "
-            "or move that folder away for outer step 0"
+            "or move that folder away to begin at outer step 0"
         )
     return steps, initial_state(config), False
 
 
 def initial_state(config: Config) -> GlobalState:
-    """Return the state that a network begins with, whose model is that of its file.
+    """Return the state that a network begins with, for the model that its file describes.
 
-    Its weights are those of the folder ``--validator.model``, or random. Raises ConfigError for a
-    folder that cannot be used.
+    The weights come from the folder ``--validator.model``, or are random. Raises ConfigError if the
+    folder cannot be used.
     """
     model_config, folder = dict(network_model(config)), config.validator.model
     named = config.network.head.weights  # the digest of the weights, if the file names them
@@ -346,14 +350,14 @@ def initial_state(config: Config) -> GlobalState:
         if named not in (None, digest_weights(weights)):
             raise ConfigError(
                 f"{folder} has other weights than the network's file names, so nothing was "
-                "published: give --validator.model the folder that dt-network init --from was given"
+                "published: set --validator.model to the folder that dt-network init --from read"
             )
     elif named is None:
         weights = initial_weights(model_config, seed=config.training.seed)
     else:
         raise ConfigError(
-            "the network's file names the weights that it begins with and the global bucket is "
-            "empty, so nothing was published: give their folder with --validator.model"
+            "the network's file names the weights that it begins with, but the global bucket is "
+            "empty, so nothing was published: name their folder with --validator.model"
         )
     return GlobalState(
         model_config=model_config,

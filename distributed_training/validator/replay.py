@@ -1,13 +1,14 @@
 """Read the chain of a store network, check it, and compute its outer steps again.
 
-The bucket has everything that made the present weights: a signed manifest of each outer step, the
-updates since the older set of whole weights, and the uploads that the last outer steps merged. From
-earlier weights and the updates follow the weights of an outer step. From the uploads follow also
-the updates themselves, the outer momentum and the residual, to the bit. So a validator with an
-empty disk continues from the bucket, and anybody may check what it has published.
+The bucket has everything that led to the current weights: a signed manifest of each outer step, the
+updates since the older set of whole weights, and the uploads that the last outer steps merged. The
+weights of an outer step can be computed from earlier weights and the updates. From the uploads, the
+updates themselves, the outer momentum and the residual can be computed too, and are bit-identical.
+So a validator with an empty disk can continue from the bucket, and anybody can check what was
+published.
 
 Nothing in the bucket is trusted: each object has a digest in a manifest, and each manifest is
-signed and names the one before.
+signed and names the previous manifest.
 """
 
 from __future__ import annotations
@@ -49,20 +50,20 @@ from distributed_training.validator.merge import (
 
 log = logging.getLogger(__name__)
 
-_MOMENTUM, _RESIDUAL = "momentum/", "residual/"  # before a parameter's name, in state.safetensors
-_LIKE = 1e-5  # relative difference of norms and factors that were computed elsewhere
+_MOMENTUM, _RESIDUAL = "momentum/", "residual/"  # prefixes of parameters in state.safetensors
+_LIKE = 1e-5  # largest relative difference of norms and factors computed on another machine
 _CLOCK_BACK = 300.0  # seconds by which a store's clock may have been set back
 _COUNTS = ("total_inner_steps", "total_tokens")
 _TIMES = ("serial", "closed_at")
 _UNSIGNED = bytes(64)
-#: Rules' id -> number of the version, the outer step from which it holds, and its outer rule.
+#: Rules' id -> number of the version, the outer step from which it is in force, its outer rule.
 Versions = Mapping[str, tuple[int, int, Rule]]
 _File = TypeVar("_File", State, Manifest)
 _Found = TypeVar("_Found")
 
 
 class ChainBroken(ValueError):
-    """An object of the bucket that is missing, or is not what the chain says."""
+    """An object in the bucket that is missing, or is not what the chain says."""
 
     def __init__(self, key: str, why: object, *, missing: bool = False) -> None:
         super().__init__(f"{key} {why}")
@@ -70,9 +71,9 @@ class ChainBroken(ValueError):
 
 
 def write_set(folder: Path, schema: Schema, state: OuterState, config: bytes) -> dict[str, str]:
-    """Write weights, momentum and residual as the bucket has them; return the manifest's ``files``.
+    """Write weights, momentum and residual in the bucket's form; return the manifest's ``files``.
 
-    ``config``: ``config.json`` of the model. Raises OSError.
+    ``config``: content of the model's ``config.json``. Raises OSError.
     """
     names = [name for name, _ in schema]
     files = {keys.MODEL: dict(zip(names, state.weights, strict=True))}
@@ -84,8 +85,8 @@ def write_set(folder: Path, schema: Schema, state: OuterState, config: bytes) ->
         }
     for file, tensors in files.items():
         with atomic_file(folder / file) as handle:
-            # Give the name, because save_file opens the file itself. The handle serves the sync and
-            # the rename.
+            # Pass the name, because save_file opens the file itself. The handle is only for the
+            # sync and the rename.
             save_file(tensors, handle.name, metadata=keys.SAFETENSORS_METADATA)
     write_bytes(folder / keys.CONFIG, config)
     return {name: sha256_of(folder / name) for name in (*files, keys.CONFIG)}
@@ -110,8 +111,9 @@ class Audit:
     """The result of an audit.
 
     ``weights_from``: the outer step from which on each update gives the weights of its manifest.
-    ``replayed_from``: and is the merge of its uploads. None: not even the newest. ``recovered``:
-    the first outer step of the chain.
+    ``replayed_from``: the outer step from which on each update is also the merge of its uploads.
+    Either is None if that is untrue even of the newest. ``recovered``: the first outer step of the
+    chain.
     """
 
     outer_step: int | None = None
@@ -122,9 +124,9 @@ class Audit:
     replayed_from: int | None = None
 
     def get(self, find: Callable[[], _Found], *, needed: bool = True) -> _Found | None:
-        """Return what ``find`` returns; for what does not fit, note a problem and return None.
+        """Return the result of ``find``; if it raises ChainBroken, note the problem, return None.
 
-        An object that is missing is a problem if it is ``needed``.
+        A missing object is a problem only if it is ``needed``.
         """
         try:
             return find()
@@ -134,7 +136,7 @@ class Audit:
             return None
 
     def count(self, manifest: Manifest, known: OuterState | None) -> None:
-        """Add what is ``known`` of the state of the next outer step."""
+        """Count the next outer step; ``known``: its state, if it could be computed or read."""
         step, first, all_from = manifest.outer_step, self.weights_from, self.replayed_from
         whole = _is_whole(known, manifest)
         self.weights_from = (step if first is None else first) if known is not None else None
@@ -143,7 +145,7 @@ class Audit:
 
 @contextmanager
 def _faults_of(key: str) -> Iterator[None]:
-    """Raise ChainBroken for a fault of an object; a fault of the store stays as it is."""
+    """Raise ChainBroken for a fault of an object; other errors of the store stay as they are."""
     try:
         yield
     except ObjectMissingError:
@@ -159,20 +161,21 @@ def _faults_of(key: str) -> Iterator[None]:
 
 
 def _call(find: Callable[[], Any], *, needed: bool = True) -> Any:
-    del needed  # only an audit, which continues if something does not fit, asks for it
+    del needed  # only an audit uses it, which continues after a fault
     return find()
 
 
 def _is_whole(state: OuterState | None, manifest: Manifest) -> bool:
-    """Return whether momentum and residual of a manifest are known too."""
+    """Return whether the momentum and residual of a manifest are known too."""
     return state is not None and (state.momentum is None) == (not manifest.momentum)
 
 
 class ManifestChain:
     """The chain of one network in its bucket.
 
-    ``folder``: the folder of downloads, which are removed once they are read. Methods raise
-    ChainBroken for what does not fit, StoreError if the bucket does not answer, and OSError.
+    ``folder``: the folder for downloads, which are removed once they are read. Methods raise
+    ChainBroken for an object that does not fit, StoreError if the bucket does not answer, and
+    OSError.
     """
 
     def __init__(self, bucket: BucketReader, schema: Schema, folder: Path, master: Master) -> None:
@@ -188,11 +191,11 @@ class ManifestChain:
         return self._signed(State, keys.STATE)
 
     def manifest(self, outer_step: int) -> Manifest:
-        """Return one manifest; its link to the one before is not checked."""
+        """Return one manifest; its link to the previous manifest is not checked."""
         key = keys.outer_key(outer_step, keys.MANIFEST)
         manifest = self._signed(Manifest, key)
         if manifest.outer_step != outer_step:
-            raise ChainBroken(key, f"is that of outer step {manifest.outer_step}")
+            raise ChainBroken(key, f"is the manifest of outer step {manifest.outer_step}")
         return manifest
 
     def _signed(self, kind: type[_File], key: str) -> _File:
@@ -203,14 +206,14 @@ class ManifestChain:
             return kind.parse(data, self.master)
 
     def _fetch(self, key: str, digest: str, limit: int) -> Path:
-        """Download an object of that SHA-256."""
+        """Download an object, and check its SHA-256."""
         path = self._folder / key
         with _faults_of(key):
             self._bucket.fetch_signed(key, path, digest, limit=limit)
         return path
 
     def set_of(self, manifest: Manifest) -> OuterState:
-        """Return the set of weights, momentum and residual in a manifest's folder."""
+        """Return the weights, momentum and residual in a manifest's folder."""
         step, limit = manifest.outer_step, model_bytes(self.schema)
         key = keys.outer_key(step, keys.MODEL)
         limits = {keys.MODEL: limit, keys.OUTER_STATE: 2 * limit, keys.CONFIG: MAX_CONFIG_BYTES}
@@ -227,7 +230,7 @@ class ManifestChain:
             with _faults_of(key):
                 found = read_set(paths[0].parent, self.schema, manifest)
         finally:
-            # The tensors are mapped, so they stay after the files are deleted.
+            # The tensors are memory-mapped, so they stay after the files are deleted.
             for path in paths:
                 path.unlink()
         self._compare(key, found, manifest)
@@ -256,21 +259,21 @@ class ManifestChain:
         header = upload.header
         wanted = (manifest.serial, each.inner_steps, each.tokens)
         if (header.serial, header.inner_steps, header.tokens) != wanted:
-            raise ChainBroken(key, "has another serial or count than its manifest names")
+            raise ChainBroken(key, "has a serial or count that its manifest does not name")
         if not math.isclose(norm_of(upload), each.norm, rel_tol=_LIKE):
             key = keys.outer_key(manifest.outer_step, keys.MANIFEST)
-            raise ChainBroken(key, f"names another norm than that of uid {each.uid}")
+            raise ChainBroken(key, f"names a wrong norm for uid {each.uid}")
         return upload
 
     def average(self, manifest: Manifest) -> Average:
-        """Return the members' average that a manifest's update follows from."""
+        """Return the members' average that a manifest's update was made from."""
         key = keys.outer_key(manifest.outer_step, keys.AVERAGE)
         path = self._fetch(key, manifest.files.get(keys.AVERAGE, ""), model_bytes(self.schema))
         try:
             with _faults_of(key):
                 return Average(path, self.schema)
         finally:
-            path.unlink()  # an opened file is mapped, so its content stays
+            path.unlink()  # an open file is memory-mapped, so its content stays
 
     def _open(
         self,
@@ -292,10 +295,10 @@ class ManifestChain:
                     verify=self.master.verify,
                 )
         finally:
-            path.unlink()  # an opened file is mapped, so its content stays
+            path.unlink()  # an open file is memory-mapped, so its content stays
         place = (before.outer_step, before.weights)
         if (file.header.outer_step, file.header.start) != place:
-            raise ChainBroken(key, f"counts from other weights than outer step {place[0]}'s")
+            raise ChainBroken(key, f"starts from other weights than outer step {place[0]}'s")
         return file
 
     # outer steps
@@ -303,8 +306,8 @@ class ManifestChain:
     def replay(self, state: State, to: int | None = None, *, whole: bool = True) -> OuterState:
         """Return weights, momentum and residual of outer step ``to`` (None: the newest).
 
-        They follow from the newest set before it that is sound, and the uploads since. Not
-        ``whole``: only the weights, by the updates since.
+        They are computed from the newest sound set before it and the uploads since then. Not
+        ``whole``: only the weights are computed, from the updates since then.
         """
         to = state.outer_step if to is None else to
         sets = [step for step in state.weights_at if step <= to]
@@ -316,14 +319,14 @@ class ManifestChain:
             found, before = self._follow(found, manifest, before, whole=whole), manifest
         if to == state.outer_step and before.digest != state.head:
             raise ChainBroken(keys.STATE, "names another head than the last manifest")
-        # Keep the downloads until here, so that a start after a kill need not repeat them.
+        # Keep the downloads until here, so that a restart after a kill need not repeat them.
         shutil.rmtree(self._folder / "outer", ignore_errors=True)
         return found
 
     def newest(self, sets: Iterable[int]) -> tuple[Manifest, OuterState]:
-        """Return the newest outer step to which whole weights of ``sets`` lead, with its values.
+        """Return the newest outer step that can be computed from ``sets``, with its values.
 
-        If uploads are missing the values are only weights.
+        If uploads are missing, the values are only the weights.
         """
         before, found = self._newest_set(sets)
         with suppress(ChainBroken):
@@ -337,7 +340,7 @@ class ManifestChain:
         return before, found
 
     def _newest_set(self, sets: Iterable[int]) -> tuple[Manifest, OuterState]:
-        """Return the newest of ``sets`` that is sound, and its manifest."""
+        """Return the newest sound set of ``sets``, after its manifest."""
         problem = ChainBroken(keys.STATE, "names no set of weights")
         for base in sorted(sets, reverse=True):
             try:
@@ -349,7 +352,7 @@ class ManifestChain:
         raise problem
 
     def _next(self, before: Manifest) -> Manifest:
-        """Return the manifest that follows another."""
+        """Return the manifest that follows ``before``, and check that it does."""
         manifest = self.manifest(before.outer_step + 1)
         with _faults_of(keys.outer_key(manifest.outer_step, keys.MANIFEST)):
             manifest.check_after(before)
@@ -368,12 +371,12 @@ class ManifestChain:
         """Return the state after one more outer step, computed from its files and compared.
 
         Args:
-            known: The state before it. None: it is not known, and files are only checked.
+            known: The previous state. None: it is not known, and files are only checked.
             manifest: The outer step's manifest.
-            before: The manifest of the state before.
-            whole: False for only the weights, by the update.
-            needed: Whether the update has to be there.
-            get: Calls what returns a file or a state; its None is a fault that was noted.
+            before: The manifest of the previous state.
+            whole: False to compute only the weights, from the update.
+            needed: Whether a missing update is a fault.
+            get: Calls a function that returns a file or a state. Returns None for a noted fault.
         """
         if not manifest.update:  # a rewind, whose folder has whole weights
             return get(partial(self.set_of, manifest), needed=get is _call)
@@ -427,7 +430,7 @@ class ManifestChain:
     # audit
 
     def manifests(self, state: State, versions: Versions | None = None) -> list[Manifest]:
-        """Return all manifests since the last recovery, each linked to the one before."""
+        """Return all manifests since the last recovery, each linked to the previous one."""
         chain: list[Manifest] = []
         head = self.manifest(state.outer_step)
         for step in range(head.recovered, state.outer_step + 1):
@@ -443,7 +446,7 @@ class ManifestChain:
     def _check_newest(self, state: State) -> None:
         """Raise ChainBroken if the bucket has a signed manifest that is later than its state."""
         later = {state.outer_step + 1}
-        with suppress(StoreError):  # members may not list the bucket
+        with suppress(StoreError):  # members are not allowed to list the bucket
             listed = [
                 keys.parse_outer_key(i.key) for i in self._bucket.store.list_objects("outer/")
             ]
@@ -457,19 +460,19 @@ class ManifestChain:
             if self.state() == state:  # otherwise it was published just now
                 raise ChainBroken(
                     keys.STATE,
-                    f"is of outer step {state.outer_step}, and {key} is signed: the state was put "
-                    "back, or its validator was ended before it wrote the next",
+                    f"is of outer step {state.outer_step}, but {key} is signed: the state is from "
+                    "a backup, or its validator was ended before it wrote the next one",
                 )
 
     def audit(self, *, keep_uploads: int = 0, versions: Versions | None = None) -> Audit:
-        """Check every object, and compute each outer step once more, as far back as files are kept.
+        """Check every object, and compute each outer step again, as far back as files are kept.
 
-        A manifest that does not fit ends it: nothing after it can be trusted.
+        The audit ends at a manifest that does not fit: nothing after it can be trusted.
 
         Args:
-            keep_uploads: Outer steps whose merged uploads the network keeps.
-            versions: The versions of the network's file by which the rules are checked; None: they
-                are not checked.
+            keep_uploads: Number of outer steps whose merged uploads the network keeps.
+            versions: The versions of the network's file that the rules are checked against; None:
+                they are not checked.
         """
         found = Audit()
         try:
@@ -497,7 +500,7 @@ class ManifestChain:
         return found
 
     def _require_uploads(self, manifest: Manifest) -> None:
-        """Raise ChainBroken if merged uploads are missing of an outer step that keeps them."""
+        """Raise ChainBroken if merged uploads of an outer step that keeps them are missing."""
         wanted = [
             keys.merged_key(manifest.outer_step, each.uid)
             for each in manifest.merged
@@ -515,7 +518,7 @@ def _check_history(manifest: Manifest, chain: Sequence[Manifest]) -> None:
     if chain and manifest.rewound_to is not None:
         index = manifest.rewound_to - chain[0].outer_step
         if index < 0:
-            raise ChainBroken(key, f"goes back to before outer step {chain[0].outer_step}")
+            raise ChainBroken(key, f"goes back further than outer step {chain[0].outer_step}")
         before = to = chain[index]
         pairs = ((manifest.momentum, to.momentum), (manifest.residual, to.residual))
         if manifest.weights != to.weights or any(one not in ("", two) for one, two in pairs):
@@ -527,7 +530,7 @@ def _check_history(manifest: Manifest, chain: Sequence[Manifest]) -> None:
                 raise ChainBroken(key, f"has {name} {two:.0f} after {one:.0f}")
     if manifest.made_at < manifest.closed_at - _CLOCK_BACK:
         raise ChainBroken(key, f"has made_at {manifest.made_at:.0f} before its close")
-    # Manifests from before uploads were carried over do not name what decides the factors.
+    # Manifests from before uploads were carried over lack the values that decide the factors.
     if any(each.chance is None for each in manifest.merged):
         return
     wanted = merge_factors(measured(manifest.merged), chain)
@@ -541,13 +544,13 @@ def _check_rules(manifest: Manifest, chain: Sequence[Manifest], versions: Versio
     key = keys.outer_key(manifest.outer_step, keys.MANIFEST)
     if (version := versions.get(manifest.rules_id)) is None:
         raise ChainBroken(
-            key, f"names the rules {manifest.rules_id}, of no version of the network's file here"
+            key, f"names the rules {manifest.rules_id}, but no version of the file here has them"
         )
     number, begins, rule = version
     if manifest.outer_step < begins:
-        raise ChainBroken(key, f"goes by version {number}, which holds from outer step {begins} on")
+        raise ChainBroken(key, f"uses version {number}, in force only from outer step {begins} on")
     if chain and number < versions[chain[-1].rules_id][0]:
-        raise ChainBroken(key, f"goes by version {number} after a later one")
+        raise ChainBroken(key, f"uses version {number} after a later one")
     named = Rule(manifest.rule, manifest.learning_rate, manifest.mu)
-    if named != rule and manifest.rewound_to is None:  # a rewind keeps its weights' rule
-        raise ChainBroken(key, f"goes by {named}, and version {number} of the file by {rule}")
+    if named != rule and manifest.rewound_to is None:  # a rewind keeps the rule of its weights
+        raise ChainBroken(key, f"uses {named}, but version {number} of the file has {rule}")

@@ -1,7 +1,8 @@
-"""Report how the network does: to the registry's page, the metrics file, and the events.
+"""Report how the network is doing: to the registry's page, the metrics file and the events.
 
-All three follow from one :class:`NetworkReport`, so they do not differ. A registry that is slow or
-away costs the validator at most two seconds, and the next report repeats everything.
+All three are made from the same :class:`NetworkReport`, so they do not differ. A registry that is
+slow or down delays the validator by at most two seconds, or at a stop twenty, and the next report
+repeats everything.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ from distributed_training.validator.standings import Standings
 log = logging.getLogger(__name__)
 
 EVERY = 300.0  # seconds between two reports if nothing happens
-# A judgement of one upload, or reading an outer step's text, may take this long.
+# Judging one upload, or reading an outer step's text, may take this long.
 _LONGEST_SILENCE = 3 * EVERY
 _PATIENCE = 2.0  # seconds to wait for the registry before the validator continues
-_LAST_PATIENCE = 10.0  # seconds to wait for the report of a stop
+_LAST_PATIENCE = 10.0  # seconds to wait for each of the last two reports at a stop
 
 
 @dataclass(kw_only=True)
 class RoundReporter:
-    """Report on the network as the validator has last described it.
+    """Reports on the network as the validator last described it.
 
-    ``least``: fewest miners for a round; ``round_seconds``: longest time of a round and its
-    publication.
+    ``least``: the fewest miners that a round needs; ``round_seconds``: the longest time that a
+    round and its publication take.
     """
 
     chain: Chain
@@ -70,7 +71,7 @@ class RoundReporter:
         self._sent: Future[None] | None = None
 
     def keep_up(self) -> None:
-        """Write metrics, and report again if it is time."""
+        """Write metrics, and report again if a report is due."""
         if self._due():
             self.report(**self._now)
         else:
@@ -101,7 +102,7 @@ class RoundReporter:
         try:
             self.chain.report(report)
         except ChainError as error:
-            log.info("The chain did not take the report on the network (%s)", error)
+            log.info("The chain did not accept the report on the network (%s)", error)
 
     def _make(
         self,
@@ -112,10 +113,10 @@ class RoundReporter:
         closes_at: float | None,
         **more: Any,
     ) -> NetworkReport:
-        """Return the report of now.
+        """Return a report on the network's current state.
 
-        ``losses``: the losses by domain; ``closes_at``: seconds since the epoch; ``more``: further
-        fields, as they are.
+        ``losses``: the losses by domain; ``closes_at``: time of the next close, in seconds since
+        the epoch; ``more``: further fields of the report.
         """
         now, standings = time.time(), self.standings
         members: list[MemberReport] = []
@@ -165,7 +166,7 @@ class RoundReporter:
         verdict = judge_network(report, now)
         left = report.next_round
         memory = disk = None
-        # A process may end while this looks at it.
+        # A process may end while its memory is being read.
         with suppress(OSError, psutil.Error):
             disk = free_bytes(self.run_folder)
             this = psutil.Process()

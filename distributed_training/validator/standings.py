@@ -1,4 +1,4 @@
-"""Keep the members' standings: what rounds have found of each member, and its scores.
+"""Keep the members' standings: the results of the rounds for each member, and its scores.
 
 They survive a restart. :class:`~.protocol.scoring.ScoreBoard` computes the scores from the judge's
 measurements, and the manifests publish them.
@@ -24,19 +24,19 @@ from distributed_training.validator.global_state import GlobalStateError
 @dataclass
 class _Entry:
     hotkey: str
-    published: float = 0.0  # the moving average of totals
-    all_reduce: int = 0  # 1 if the last outer step has something of it
+    published: float = 0.0  # the moving average of its total scores
+    all_reduce: int = 0  # 1 if it contributed to the last outer step
     repo_valid: int = 0
     scored_at: int = -1  # when its last upload was judged, in seconds since the epoch; -1: never
-    uploaded: float | None = None  # when its upload came, in seconds since the epoch
-    missed: int = 0  # closes in a row without an upload
-    fault: str = ""  # why the last close has nothing of it
-    reset: str = ""  # why the last upload that was judged was reset
+    uploaded: float | None = None  # when its upload arrived, in seconds since the epoch
+    missed: int = 0  # number of consecutive closes without an upload
+    fault: str = ""  # why it contributed nothing to the last close
+    reset: str = ""  # why its last upload that was judged was reset
 
     @property
     def cause(self) -> str:
-        """The reason why it has no score, as far as that is known."""
-        waits = "no upload of it was judged yet" if self.scored_at < 0 else ""
+        """The reason why the member has no score, as far as it is known."""
+        waits = "none of its uploads was judged yet" if self.scored_at < 0 else ""
         return self.fault or self.reset or waits or "its uploads have gained nothing so far"
 
 
@@ -55,9 +55,9 @@ class PastRound:
 
 @dataclass
 class Standings:
-    """Scores by uid. A uid that changes its hotkey starts afresh."""
+    """Scores by uid. A uid whose hotkey changes starts afresh."""
 
-    # These fields and ``board`` are the file.
+    # These fields and ``board`` are saved to the file.
     entries: dict[int, _Entry] = field(default_factory=dict)
     failed_rounds: int = 0  # failed rounds since the last success
     successful_rounds: int = 0
@@ -65,14 +65,14 @@ class Standings:
 
     def __post_init__(self) -> None:
         self.board = ScoreBoard(())
-        # Uids that were not registered when we last looked, and those of other validators.
+        # Uids that were not registered at the last check, and uids of other validators.
         self._absent: set[int] = set()
         self._validators: set[int] = set()
 
     def sync(self, neurons: Sequence[Neuron]) -> None:
-        """Take in who is registered now. Who is not keeps its standing for its return."""
+        """Note which members are registered now. The others keep their standings for a return."""
         present = {n.uid: n.hotkey for n in neurons}
-        # A registry that was restored from a backup, or a node of the chain that is behind, hides
+        # A registry that was restored from a backup, or a chain node that lags behind, may hide
         # members for a while.
         self._absent = self.entries.keys() - present.keys()
         self._validators = {n.uid for n in neurons if n.validator_permit}
@@ -85,14 +85,14 @@ class Standings:
     def judged(
         self, judgements: Sequence[Evaluation], valid: Mapping[int, bool]
     ) -> dict[int, dict[str, float]]:
-        """Record what a round has measured; return all scores by uid, as in an event."""
-        # Compute the totals of members that were not judged again, too.
+        """Record the measurements of a round; return all scores by uid, in the form of events."""
+        # Members that were not judged this time get new totals too.
         for uid, is_valid in valid.items():
             self.entries[uid].repo_valid = int(is_valid)
         self.board.update_round(
             random={j.uid: j.random.losses if j.random else RESET for j in judgements},
             assigned={j.uid: j.assigned.losses if j.assigned else RESET for j in judgements},
-            # Pages that are too short to be measured are not the fault of the upload.
+            # An upload is not to blame if its pages are too short to be measured.
             unknown={j.uid for j in judgements if j.ok and j.assigned is None},
         )
         for judgement in judgements:
@@ -125,10 +125,10 @@ class Standings:
         return {uid: e.published for uid, e in self.present().items() if e.published > 0}
 
     def present(self) -> dict[int, _Entry]:
-        """Return the entries of the members: who was registered when that was last seen.
+        """Return the entries of the members, which were registered at the last check.
 
-        On a public chain other validators are registered too. A hotkey that may be one is a member
-        only once it has sent an upload, or has earlier scores.
+        On a public chain other validators are registered too. A hotkey that may be a validator's is
+        a member only once it has sent an upload, or has earlier scores.
         """
         known = {u for u, e in self.entries.items() if e.uploaded is not None or e.published > 0}
         validators = self._validators - known
@@ -140,7 +140,7 @@ class Standings:
 
     @classmethod
     def load(cls, path: Path) -> Standings:
-        """Load standings, empty ones if there is no file.
+        """Load the standings, which are empty if there is no file.
 
         Raises GlobalStateError for a damaged file.
         """

@@ -1,40 +1,43 @@
 """Lead the rounds of a store network: fetch, judge and merge the uploads of a close, and publish.
 
-Read :meth:`StoreValidator._advance` first: it is a round, from the close to its end. From the close
-on, each upload is fetched when it comes and judged once (:mod:`.judging`). The round ends when all
-members have uploaded for which it waits, and at the latest after the grace. It waits for the
-members that came to the close before, and at some closes for the others too, because a newcomer
-with the slowest link would otherwise find every round over. The accepted uploads are merged
-(:mod:`.merge`), and the outer step is published (:mod:`.outer_steps`) if the held-out loss allows
-it. If not, a search by halves finds the upload that spoils it. If a store or a disk fails on the
-way, or the process is killed, the round begins again from what the store holds. So a round may be
-late, but no upload is lost.
+Read :meth:`StoreValidator._advance` first: it leads a round, from the close to its end. From the
+close on, each upload is fetched when it arrives and judged once (:mod:`.judging`). The round ends
+when all members that it waits for have uploaded, and at the latest after the grace. It waits for
+the members that uploaded for the previous close. At some closes it waits for the others too,
+because otherwise every round would be over before a newcomer with the slowest link has uploaded.
+
+The accepted uploads are merged (:mod:`.merge`), and the outer step is published
+(:mod:`.outer_steps`) if the held-out loss allows it. If not, a bisection finds the upload that
+spoils it. If a store or a disk fails in the meantime, or the process is killed, the round begins
+again from what the store has. So a round may be late, but no upload is lost.
 
 Every wait for others ends. Some uploads are not delivered by the store, do not fit on this disk, or
-need a text that is away. They delay nobody once the grace is over: they are not judged, which costs
-their members nothing. Half a period later, judging ends too.
+need a text that is unavailable. They delay nobody once the grace is over: they are not judged, and
+their members lose nothing. Half a period later, judging ends too.
 
-One thread does all of it. At each tick, a round comes first when it is due, and then the weights on
+One thread does all of it. At each tick, a round comes first if it is due, and then the weights on
 the chain. The validator gets everything that it needs from ``program.build``, so tests run it with
 a chain, a bucket and members in memory.
 
 The validator writes ``events.jsonl``, with one JSON object per line, for programs that follow it.
 
-Every line carries ``kind`` and ``time`` (seconds since the epoch, written by the event log). Fields
-of each kind, in the order in which they happen; readers ignore kinds and fields they do not know:
+Every line has ``kind`` and ``time`` (seconds since the epoch, written by the event log). These are
+the fields of each kind, in the order in which they happen; readers ignore kinds and fields that
+they do not know:
 
 ``start``
-    uid, hotkey, outer_step, resumed (False: the initial model was new).
+    uid, hotkey, outer_step, resumed (False if the initial model was new).
 ``publication``
     revision (``outer_step.serial`` of its close), ok, seconds, bytes_sent, reason (empty when ok).
 ``held_out``
     outer_step, before, after: mean loss in nats per token on held-out text; text: its name;
-    domains: the losses after it by name, if there are several. Once at start with
-    before == after (the state the run begins from), then for each outer step *before* its
-    ``outer_step`` event; outer_step is the one reached by it. A step that was refused for its loss
-    has the event too, and no ``outer_step`` event follows: for one outer_step the last counts.
+    domains: the losses after it by name, if there are several. Written once at the start with
+    before == after (the state that the run begins from), then for each outer step *before* its
+    ``outer_step`` event; outer_step is the outer step that was reached. A step that was refused for
+    its loss has the event too, but no ``outer_step`` event follows: the last event of an outer_step
+    counts.
 ``upload_seen``
-    uid, revision (``outer_step.serial`` of its close), outer_step, age_seconds. Once for each.
+    uid, revision (``outer_step.serial`` of its close), outer_step, age_seconds. Once per upload.
 ``upload_scored``
     uid, outer_step, revision, ok; if it was reset, cause (of ``scoring.Evaluation``) and reason
     (the same in words, with its figures), else both empty; random_before, random_after,
@@ -44,23 +47,23 @@ of each kind, in the order in which they happen; readers ignore kinds and fields
     outer_step, scores: {uid as text: {random (mu - 3 sigma), mu, sigma, assigned, train,
     all_reduce, repo_valid, total, published (EMA of total: the weight set on the chain)}}.
 ``round``
-    outer_step (the one the round was meant to end), ok, fault (``TOO_FEW`` or ``GATE``: the close
+    outer_step (that the round was meant to end), ok, fault (``TOO_FEW`` or ``GATE``: the close
     moved; or empty), detail, called (uids that sent an upload for the close), participants (uids
-    whose uploads were accepted), causes ({uid as text: why others' were refused}), seconds.
+    whose uploads were accepted), causes ({uid as text: why its upload was refused}), seconds.
 ``outer_step``
     outer_step (reached; the new global state is published and complete), participants (uids),
-    carried_over (those of them whose uploads count in a later outer step), seconds (from the call
+    carried_over (participants whose uploads count in a later outer step), seconds (from the close
     to the end of the publication).
 ``finished``
-    outer_step, reason: which [stop] of the network's file it reached. No round follows.
+    outer_step, reason: which [stop] of the network's file was reached. No round follows.
 ``export``
     outer_step, folder, ok, reason (empty when ok), seconds, results: {name: number}, of the
     founder's command.
 ``weights``
     weights: {uid as text: weight}.
 ``network``
-    verdict, words, level (good, wait, bad, idle): how the network does; next_report: seconds until
-    the next such event, at most.
+    verdict, words, level (good, wait, bad, idle): how the network is doing; next_report: the most
+    seconds until the next such event.
 ``stop``
     reason.
 """
@@ -103,13 +106,13 @@ from distributed_training.validator.standings import PastRound
 
 log = logging.getLogger(__name__)
 
-LEDGER = "ledger.json"  # in an outer step's folder: the scores that hold once it is published
-_PATIENT = 3  # closes in a row that the held-out loss refuses, before a line asks the founder
-_RECENT = 2.0  # rounds: an older progress upload is not valid
-_FORGIVEN = 3  # closes missed in a row, after which nobody looks at a member's progress
+LEDGER = "ledger.json"  # in an outer step's folder: the scores that count once it is published
+_PATIENT = 3  # consecutive closes that the held-out loss refuses before an error is logged
+_RECENT = 2.0  # number of rounds after which a progress upload is no longer valid
+_FORGIVEN = 3  # consecutive missed closes after which a member's progress is not checked
 
 
-#: The fields of a manifest that a close decides, at outer step 0.
+#: Values at outer step 0 of the manifest's fields that a close decides.
 _OF_NO_CLOSE: dict[str, Any] = {
     **dict.fromkeys(("previous", "update"), ""),
     **dict.fromkeys(("merged", "refused"), ()),
@@ -120,9 +123,9 @@ _OF_NO_CLOSE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class _Reached:
-    """An outer step that is merged, and published as soon as the store takes it.
+    """A merged outer step, which is published as soon as the store accepts it.
 
-    ``manifest``, ``data`` and ``uploads`` are what :meth:`.OuterSteps.publish` takes.
+    ``manifest``, ``data`` and ``uploads`` are the arguments of :meth:`.OuterSteps.publish`.
     """
 
     manifest: Manifest
@@ -132,7 +135,7 @@ class _Reached:
     state: GlobalState
     losses: dict[str, float]
     began: float
-    samples: Mapping[str, Tensor]  # samples of what all can read from then on
+    samples: Mapping[str, Tensor]  # samples of what all can read once it is published
 
 
 @dataclass(kw_only=True)
@@ -141,8 +144,8 @@ class StoreValidator(CloseJudge):
 
     Call :meth:`start`, then :meth:`run`. A stop ends both soon. ``after_step`` gets each new state
     and returns at once. ``follow`` gets the outer step, and raises OtherRules if another version
-    of the network's file holds. ``publish_files`` writes the network's files into a store that was
-    emptied; it raises StoreError.
+    of the network's file is in force. ``publish_files`` writes the network's files into a store
+    that was emptied, and raises StoreError.
     """
 
     after_step: Callable[[GlobalState], None]
@@ -152,22 +155,22 @@ class StoreValidator(CloseJudge):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._standings_path = self.folder / LEDGER
-        self._losses: dict[str, float]  # losses of the state on each domain, since the start
-        self.finished = ""  # why no round is called any more
+        self._losses: dict[str, float]  # losses of the state on each domain, set by start()
+        self.finished = ""  # why no more rounds are called
         self._period = self.config.rounds.period.total_seconds()
         self._weights_due = Throttle(self._period / 4)
         self._close: Intake | None = None
         self._reached_step: _Reached | None = None
         self._looked = 0.0
         self._problem = ""
-        self._leads = False  # until then another process may lead, whose renewal is not overdue
+        self._leads = False  # while False, another process may lead
 
-    # --- life -----------------------------------------------------------------------------------
+    # --- start and loop -------------------------------------------------------------------------
 
     def start(self, state: GlobalState, *, found: bool) -> None:
         """Continue from the ``state`` that was found in the global bucket, or else publish it.
 
-        Raises GlobalStateError, StoreError when the bucket cannot be written.
+        Raises GlobalStateError, and StoreError if the bucket cannot be written.
         """
         self.state = state
         self._begin(state, found=found)
@@ -198,18 +201,18 @@ class StoreValidator(CloseJudge):
         self.record("stop", reason="asked to stop")
 
     def tick(self) -> None:
-        """Do what is due now: a round, or else weights on the chain.
+        """Do what is due now: lead a round, or else set the weights on the chain.
 
-        Raises ChainError, Stopped, OtherRules, and AnotherLeadsError if another process leads.
+        Raises ChainError, StopNow, OtherRules, and AnotherLeadsError if another process leads.
         """
         self.follow(self.state.outer_step)
         if self.steps.emptied:
-            with suppress(StoreError):  # asked again at the next tick
+            with suppress(StoreError):  # the next tick tries again
                 unless_stopped(self.publish_files, stop=self.stop)
                 self.steps.emptied = False
         self.reporter.keep_up()
         weights = self.standings.weights()
-        # A round comes first, because miners have timed their uploads by its close.
+        # A round comes first, because miners have timed their uploads for its close.
         if self._lead():
             return
         # A failed try counts too, because the chain limits how often weights are set.
@@ -224,9 +227,9 @@ class StoreValidator(CloseJudge):
     # --- its turn to lead -------------------------------------------------------------------------
 
     def _begin(self, state: GlobalState, *, found: bool) -> None:
-        """Publish a first state, or show that this process leads on from the one found.
+        """Publish a first state, or show that this process leads from the state that was found.
 
-        Raises as :meth:`start`.
+        Raises the same errors as :meth:`start`.
         """
         steps = self.steps
         if not found:
@@ -238,7 +241,7 @@ class StoreValidator(CloseJudge):
             steps.went_on(manifest, values)
         self._miners()
         if not self.standings.successful_rounds:  # on an empty disk take the scores from the chain
-            hotkeys = dict[int, str]()  # a uid may be another's by now, as of its last upload
+            hotkeys = dict[int, str]()  # at a uid's last upload, as the uid may have a new hotkey
             for past in steps.history:
                 hotkeys |= {one.uid: one.hotkey for one in past.merged}
                 hotkeys |= {one.uid: one.hotkey for one in past.refused}
@@ -253,8 +256,8 @@ class StoreValidator(CloseJudge):
         ):
             log.warning(
                 "Another validator may lead this network, since this machine's disk does not have "
-                "its newest %s: this one waits for up to %.0f s, leads if that is not renewed "
-                "until then, and stops if it is. With --take-over it leads at once",
+                "its newest %s: this one waits for up to %.0f s. If that is not renewed by then, "
+                "it leads, otherwise it stops. With --take-over it leads at once",
                 keys.STATE,
                 self._period / 2,
             )
@@ -273,8 +276,8 @@ class StoreValidator(CloseJudge):
         log.info("This validator leads the network's rounds from now on: %s", why)
         if steps.unsure:
             log.warning(
-                "The newest %s that is known is an old one: if the bucket was restored from a "
-                "backup, members do not follow before the founder says so: %s",
+                "The newest known %s is old: if the bucket was restored from a backup, members do "
+                "not follow it until the founder says so: %s",
                 keys.STATE,
                 RECOVER,
             )
@@ -308,10 +311,10 @@ class StoreValidator(CloseJudge):
             return  # its scores must not count before anybody can see the outer step
         try:
             self.standings.save(self._standings_path)
-        except OSError as error:  # a full disk must not cost a round, and the members' steps in it
+        except OSError as error:  # a full disk must not lose a round and the members' work
             log.warning(
-                "%s was not written (%s): a restart would continue with older scores; free the "
-                "disk of --neuron.run_folder",
+                "%s was not written (%s): a restart would continue with older scores; free disk "
+                "space at --neuron.run_folder",
                 self._standings_path,
                 error.strerror,
             )
@@ -319,9 +322,9 @@ class StoreValidator(CloseJudge):
     # --- a round ----------------------------------------------------------------------------------
 
     def _advance(self) -> bool:
-        """Do what can be done for the present close; return whether its round has ended.
+        """Do what can be done for the current close; return whether its round has ended.
 
-        Raises StoreError, OSError, Stopped.
+        Raises StoreError, OSError, StopNow.
         """
         steps = self.steps
         assert steps.state is not None
@@ -336,7 +339,7 @@ class StoreValidator(CloseJudge):
             self._show(now)
         state = steps.state
         renewal = renewed(state, now=now, period=self._period, finished=self.finished)
-        # Renew it well before half a period, after which another process may lead.
+        # Renew the state well before half a period is over, when another process may take the lead.
         if state.finished != renewal.finished or now > state.written_at + self._period / 4:
             steps.write(renewal)
         if self._reached_step is not None:
@@ -361,7 +364,7 @@ class StoreValidator(CloseJudge):
         if self._missing(close, miners, now):
             self.reporter.keep_up()
             return False
-        # A member that was expelled meanwhile is in no outer step any more.
+        # Leave out members that were expelled in the meantime.
         present = {miner.uid: miner.hotkey for miner in miners}
         close.accepted = {
             u: one for u, one in close.accepted.items() if present.get(u) == one.hotkey
@@ -371,7 +374,7 @@ class StoreValidator(CloseJudge):
     # --- the end of a round -----------------------------------------------------------------------
 
     def _end(self, close: Intake, now: float) -> bool:
-        """End the round of a close: publish its outer step, or let the close move."""
+        """End the round of a close: publish its outer step, or move the close."""
         for uid, one in [*close.waiting.items()]:
             hotkey = self.standings.entries[uid].hotkey
             self._refuse(close, uid, hotkey, "", "not-judged", one.why)
@@ -398,11 +401,11 @@ class StoreValidator(CloseJudge):
             some = self._merge(close, [trusted[i] for i in places])
             return self.mean(some.losses) <= limit
 
-        # "Not below", for NaN.
+        # Use "not <=", so that NaN fails too.
         if not (after := self.mean(merged.losses)) <= limit:
             detail = f"held-out loss {before:.4f} -> {after:.4f}, limit {limit:.4f}"
             self._record_losses(close.state.outer_step + 1, merged.losses)
-            del merged  # the merge is as large as three models, and so is each that is tried
+            del merged  # a merge is as large as three models, and the search makes more of them
             spoilers = find_spoilers(len(trusted), passes)
             if spoilers is None or len(trusted) - len(spoilers) < least:
                 return self._move(close, GATE, detail, now)
@@ -418,7 +421,7 @@ class StoreValidator(CloseJudge):
     def _manifest(self, state: GlobalState, values: OuterState, **of_close: Any) -> Manifest:
         """Return the manifest of ``state``; ``of_close``: the fields that its close decides.
 
-        Those that are left out have the values of outer step 0.
+        Fields that are left out have the values of outer step 0.
         """
         rule = self._outer_rule
         weights, momentum, residual = values.digests
@@ -440,7 +443,7 @@ class StoreValidator(CloseJudge):
         )
 
     def _prepare(self, close: Intake, merged: MergedSome, now: float) -> _Reached:
-        """Make all that is published of the outer step that the merge leads to."""
+        """Make everything that is published for the outer step that the merge leads to."""
         values, head = merged.values, self.steps.head
         state = replace(
             self.state,
@@ -449,7 +452,7 @@ class StoreValidator(CloseJudge):
             total_inner_steps=self.state.total_inner_steps + merged.header.inner_steps,
             total_tokens=self.state.total_tokens + merged.header.tokens,
         )
-        # Write the values first: a full disk makes all of this run again, and scores count once.
+        # Write the values first: after a full disk all of this runs again, but scores count once.
         files = self.steps.write_values(state, values)
         self._score(close)
         self._record_round(close, tokens=merged.header.tokens)
@@ -471,16 +474,16 @@ class StoreValidator(CloseJudge):
             made_at=now,
             files=files if state.outer_step % self.config.rounds.weights_every == 0 else {},
         )
-        # The scores that count stay until the manifest is published, which decides between both.
+        # The old scores also stay: they count until the manifest is published.
         with suppress(OSError):
             self.standings.save(self.steps.place(state.outer_step) / LEDGER)
         counted = [close.accepted[one.uid] for one in merged.merged if one.factor]
         for uid in close.accepted.keys() - {one.uid for one in counted}:
-            log.info("uid %d: carried over: it helps less than the others or than chance", uid)
+            log.info("uid %d: carried over: it helps less than others or than chance may", uid)
         self._choose_text(close)
         uploads = {one.uid: one.file.path for one in counted}
         step = f"of outer step {state.outer_step}"
-        samples = {f"that of uid {one.uid} {step}": one.sample for one in counted}
+        samples = {f"uid {one.uid}'s upload {step}": one.sample for one in counted}
         old, new = (self.judge.sample(each) for each in (self.state.weights, values.weights))
         samples[f"the update {step}"] = old - new
         return _Reached(
@@ -495,7 +498,7 @@ class StoreValidator(CloseJudge):
         )
 
     def _publish(self) -> bool:
-        """Publish an outer step and continue from it. Raises StoreError: it is tried again."""
+        """Publish an outer step and continue from it. After a StoreError it is tried again."""
         reached, began = self._reached_step, time.monotonic()
         assert reached is not None
         manifest = reached.manifest
@@ -513,7 +516,7 @@ class StoreValidator(CloseJudge):
         self._samples.add(manifest.outer_step, reached.samples)
         try:
             os.replace(self.steps.place(manifest.outer_step) / LEDGER, self._standings_path)
-        except OSError:  # the disk had no room for it
+        except OSError:  # there was no room on the disk for it
             self._save()
         self._record_losses(manifest.outer_step, reached.losses)
         self.state, self._losses = reached.state, reached.losses
@@ -535,7 +538,7 @@ class StoreValidator(CloseJudge):
         return True
 
     def _show(self, now: float, *, gate: int = 0) -> None:
-        """Let the store name the head, or another time of the present close."""
+        """Write a state that names the head, or a new time for the current close."""
         self.steps.write(
             next_state(
                 self.steps.state,
@@ -573,7 +576,7 @@ class StoreValidator(CloseJudge):
         self._show(now, gate=gate)
         failed = self.standings.failed_rounds
         if fault == TOO_FEW and not failed & (failed - 1):
-            # A damaged object may keep all members from training, which only reading it shows.
+            # A damaged object may keep all members from training, and only reading it shows that.
             self.steps.restore(deep=True)
         self._report("waiting")
         return True
@@ -604,7 +607,7 @@ class StoreValidator(CloseJudge):
     def _report(
         self, phase: Literal["starting", "waiting", "round", "stopped"], reason: str = ""
     ) -> None:
-        """Report on the network for its readers; nothing depends on it."""
+        """Report on the network for people; nothing else depends on the report."""
         mean, named = self.mean(self._losses), self.steps.state
         several = len(self._losses) > 1
         self.reporter.report(
@@ -618,7 +621,7 @@ class StoreValidator(CloseJudge):
         )
 
     def _find_end(self) -> None:
-        """Call no round any more, and say so, once a [stop] of the network's file is reached."""
+        """Call no more rounds, and say so, once a [stop] of the network's file is reached."""
         state, loss = self.state, self.mean(self._losses)
         reason = self.config.finished(
             outer_step=state.outer_step, tokens=state.total_tokens, loss=loss
@@ -626,12 +629,12 @@ class StoreValidator(CloseJudge):
         if reason:
             self.finished = reason
             self.record("finished", outer_step=state.outer_step, reason=reason)
-            log.info("The network is finished (%s): no round is called any more", reason)
+            log.info("The network is finished (%s): no more rounds are called", reason)
 
     # --- what a round leaves behind ---------------------------------------------------------------
 
     def _score(self, close: Intake) -> None:
-        """Compute the scores that follow from what the round has found of each member."""
+        """Compute the scores that follow from the round's results for each member."""
         judgements = [one.judgement for one in close.accepted.values()]
         judgements += [
             Evaluation(uid, close.state.outer_step, cause=CAUSES[one.cause], reason=one.reason)
@@ -639,7 +642,7 @@ class StoreValidator(CloseJudge):
             if one.cause != "not-judged"  # this cause says nothing about the upload
         ]
         took_part = self._participants(close)
-        entries = self.standings.present()  # with those who took part for the first time
+        entries = self.standings.present()  # including those who took part for the first time
         for uid, entry in entries.items():
             entry.all_reduce = int(uid in took_part)
             entry.fault = "" if uid in close.came else "it sent no upload for the last close"
@@ -657,9 +660,9 @@ class StoreValidator(CloseJudge):
         )
 
     def _find_progress(self, uids: Collection[int], closes_at: float) -> list[int]:
-        """Return those of ``uids`` whose last progress was recent enough at the close to be valid.
+        """Return the uids whose last progress upload was recent enough at the close to be valid.
 
-        Members that missed ``_FORGIVEN`` or more closes in a row are left out, without a look at
+        Members that missed ``_FORGIVEN`` or more consecutive closes are left out without checking
         their progress.
         """
         by_uid = {
@@ -679,7 +682,7 @@ class StoreValidator(CloseJudge):
     def _record_round(
         self, close: Intake, fault: str = "", detail: str = "", *, tokens: int = 0
     ) -> None:
-        """Record a round that has ended, and who missed it."""
+        """Record a round that has ended, and the members that missed it."""
         for uid, entry in self.standings.present().items():
             entry.missed = 0 if uid in close.came else entry.missed + 1
         seconds = time.monotonic() - close.began
@@ -702,5 +705,5 @@ class StoreValidator(CloseJudge):
 
 
 def _named(losses: Mapping[str, float]) -> dict[str, float]:
-    """Return losses by names as a manifest may have them."""
+    """Return the losses with their names made printable and short enough for a manifest."""
     return {printable(name, 100): loss for name, loss in losses.items()}

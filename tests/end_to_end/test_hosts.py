@@ -90,4 +90,4 @@ def test_a_host_applies_each_update_and_is_ended_once(trial: Trial, member: str)
         assert int(status) == (1 if "accelerate" in " ".join(host_member.HOSTS[member]) else -9)
     else:
         assert log.count("\nKeyboardInterrupt\n") == 1
-        assert "join() is called again: the membership of before" in log
+        assert "join() was called again: the previous membership" in log

@@ -89,10 +89,10 @@ def others(world: World) -> None:
 SCALE = ValueError("unexpected end\nof SCALE data")
 TROUBLES: dict[str, tuple[Callable[[World], object], str]] = {
     "away": (lambda w: setattr(w.ledger, "up", False), "RpcConnectionError: connection refused"),
-    "silent": (lambda w: setattr(w.node, "silent", True), "no answer of the chain within 0 s"),
+    "silent": (lambda w: setattr(w.node, "silent", True), "no answer from the chain within 0 s"),
     "panics": (panics, "PanicException: index out of bounds"),
     "scale": (lambda w: w.node.broken.update(get_metagraph=SCALE), "unexpected end of SCALE data"),
-    "nobody": (lambda w: w.ledger.clear(), "it shows no member at all on subnet"),
+    "nobody": (lambda w: w.ledger.clear(), "it shows no members at all on subnet"),
     "others": (others, f"its list of members lacks the master hotkey {VALIDATOR.ss58}"),
 }
 
@@ -139,7 +139,7 @@ def test_a_write_to_a_silent_chain_ends(world: World) -> None:
     chain = world.open(call_timeout=SOON)
     assert chain.wait_ready(LONG)
     world.node.silent = True
-    with pytest.raises(ChainError, match=r"^commit: no answer of the chain within 0 s$"):
+    with pytest.raises(ChainError, match=r"^commit: no answer from the chain within 0 s$"):
         chain.commit("text")
     chain.close()
     with pytest.raises(ChainError, match=r"^commit: the chain was closed$"):
@@ -173,7 +173,7 @@ def test_an_endpoint_that_is_dead_or_mute_is_a_line(mute: bool, world: World) ->
         url = f"ws://127.0.0.1:{listener.getsockname()[1]}"
         chain = world.open(chain_endpoint=url, call_timeout=timedelta(seconds=1))
         wait_for(lambda: chain.trouble)
-        assert ("no answer of the chain within 1 s" in chain.trouble) == mute
+        assert ("no answer from the chain within 1 s" in chain.trouble) == mute
         chain.close()
 
 

@@ -131,6 +131,6 @@ def test_a_killed_pretokenize_continues_and_ends_with_the_same_bytes(
     (tmp_path / ".root-000000000000.tokens.1.tmp").write_bytes(b"half")
     result = run(f"jsonl:{source}", tmp_path)
     assert result.returncode == 0, result.stderr
-    assert f"14 shards ({kept} were there already)" in result.stdout
+    assert f"14 shards ({kept} existed already)" in result.stdout
     assert digests(tmp_path) == digests(whole)
     assert not list(tmp_path.glob(".*.tmp"))

@@ -166,7 +166,7 @@ WRONG: dict[str, tuple[Callable[[str, Path], list[str]], str]] = {
         lambda line, here: [re.sub(r"\w{4}(?=\.[^.]+$)", "0123", line)],
         "its rules are not those of the invitation",
     ),
-    "cut": (lambda line, here: [line[:-30]], "the invitation is not whole"),
+    "cut": (lambda line, here: [line[:-30]], "the invitation (URL#DIGEST.SECRET) is inc"),
     "no digest": (lambda line, here: [line.partition("#")[0]], "whose part behind # is missing"),
     "away": (
         lambda line, here: [re.sub(r":\d+/", f":{free_ports(1)[0]}/", line)],
@@ -174,7 +174,7 @@ WRONG: dict[str, tuple[Callable[[str, Path], list[str]], str]] = {
     ),
     "wallet": (
         lambda line, here: [line] * bool(create_wallet(here.parent / ".bittensor/wallets", "lab")),
-        "is there already and no member of this network",
+        "exists already and is no member of this network",
     ),
     "wallet folder": (
         lambda line, here: [line, "--wallet.path", str(here / ".env" / "wallets")],
@@ -191,7 +191,7 @@ WRONG: dict[str, tuple[Callable[[str, Path], list[str]], str]] = {
         "network in ",
     ),
     "flag": (lambda line, here: [line, "--dht.prot", "7001"], "did you mean --dht.port"),
-    "words": (lambda line, here: [line, "more"], "is one word too many"),
+    "words": (lambda line, here: [line, "more"], "2 words where one is expected"),
 }
 
 

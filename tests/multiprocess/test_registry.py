@@ -451,7 +451,7 @@ class TestKept:
     @pytest.mark.parametrize(
         ("content", "status", "words"),
         [
-            (b"", 2, "is no registry"),
+            (b"", 2, "is not a registry"),
             (b"junk" * 4096, 1, "dt-network restore"),
             (None, 2, "exist"),
         ],
@@ -526,7 +526,7 @@ class TestKept:
         old = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, old[1]))
         try:
-            with pytest.raises(store.StoreFault, match="free or repair the disk of") as error:
+            with pytest.raises(store.StoreFault, match="free some space on the disk of") as error:
                 Registry.at(server.folder)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, old)
@@ -599,7 +599,7 @@ def test_refusal_from_outside_is_status_1_and_pm2_tries_again(
     assert program.main(["serve", *founding]) == 1
     assert not list(disk.iterdir()), "no second registry is created in a disk's place"
     lines = capsys.readouterr().err.splitlines()
-    words = ("another process serves", "cannot listen on", f"lose the uid: mount {disk}")
+    words = ("another process serves", "cannot listen on", f"lose their uids: mount {disk}")
     assert len(lines) == 3 and all(w in line for w, line in zip(words, lines, strict=True)), lines
 
 

@@ -103,7 +103,7 @@ def test_a_member_writes_its_next_upload_once_and_nothing_else(
     assert put_once(store, OURS, b"ours") == store.put(OURS, b"ours") == etag
     info = store.head(OURS)
     assert info is not None and (info.size, info.etag) == (4, etag)
-    with pytest.raises(TakenError, match="the first counts"):
+    with pytest.raises(TakenError, match="the first one counts"):
         put_once(store, OURS, b"another")
     theirs = keys.upload_key(2, 3, 7)
     for key in (theirs, "outer/3/manifest.json", "state.json", "uploads/1/x", "uploads/1/3.7"):
@@ -126,11 +126,11 @@ def test_uploads_are_read_by_nobody_but_the_owner_of_the_key(
     other = world.member(MINER)
     store.put(OURS, b"ours")
     for member in (store, other):
-        with pytest.raises(RefusedError, match="only by the validator"):
+        with pytest.raises(RefusedError, match="only the validator may read"):
             member.get(OURS, limit=9)
         with pytest.raises(RefusedError):
             member.get_range(OURS, 0, 1)
-    with pytest.raises(RefusedError, match="no upload of uid 2"):
+    with pytest.raises(RefusedError, match="not an upload of uid 2"):
         other.head(OURS)
     world.owner.put(keys.merged_key(4, 1), b"merged")
     assert other.get(keys.merged_key(4, 1), limit=9) == b"merged"
@@ -223,7 +223,7 @@ def test_only_the_next_close_is_written_for(world: AccessWorld) -> None:
     for outer_step, serial in ((2, 7), (4, 7), (3, 6), (3, 8)):
         with pytest.raises(RefusedError, match="another close"):
             store.put(keys.upload_key(1, outer_step, serial), b"x")
-    with pytest.raises(RefusedError, match="larger than any of this model"):
+    with pytest.raises(RefusedError, match="larger than any upload of this model"):
         store.put(OURS, bytes(2 * MIB))
     world.publish(closes_in=-30 - access.AFTER_SECONDS - 1)
     with pytest.raises(RefusedError, match="is over"):
@@ -650,7 +650,7 @@ def test_the_program_grants_urls_and_hands_out_no_key(world: AccessWorld, tmp_pa
             settings = replace(world.settings, endpoint_url=url)
             member = open_by_registry(settings, chain, private=False)
             assert member.get(keys.STATE, limit=10**6) == world.owner.get(keys.STATE, limit=10**6)
-            with pytest.raises(RefusedError, match="only by the validator"):
+            with pytest.raises(RefusedError, match="only the validator may read"):
                 member.get(OURS, limit=9)
         process.terminate()
         printed, _ = process.communicate(timeout=60)
@@ -695,7 +695,7 @@ def test_a_slow_store_holds_up_one_request_and_the_founder_reads_of_a_refused_ke
     ask()
     slow.go.set()
     first.join(60)
-    (record,) = [r for r in caplog.records if "none can upload" in r.getMessage()]
+    (record,) = [r for r in caplog.records if "cannot access the store" in r.getMessage()]
     assert "does not accept these keys" in record.getMessage()
 
 

@@ -229,7 +229,7 @@ def test_nothing_to_recover_is_one_line(
     capsys.readouterr()
     assert network_command.main(["recover", str(tmp_path / "lab")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "so nothing was published: put back a copy of the bucket" in line
+    assert "so nothing was published: restore the bucket from a backup" in line
 
 
 def test_an_audit_of_a_copy_names_each_wrong_file(
@@ -246,7 +246,7 @@ def test_an_audit_of_a_copy_names_each_wrong_file(
     capsys.readouterr()
     assert network_command.main(words) == 1
     line, *_ = capsys.readouterr().out.splitlines()
-    assert line.startswith("does not fit: outer/0/manifest.json names the rules rules, of no vers")
+    assert line.startswith("does not fit: outer/0/manifest.json names the rules rules, but no vers")
     rules = {"rules": (1, 0, Rule("nesterov", 0.7, 0.9))}
     monkeypatch.setattr(chain_command, "_versions", lambda *given: rules)
     (bucket / keys.NETWORK).write_bytes(b'{"name":"lab","version":999,"master":"x"}')
@@ -278,12 +278,12 @@ def test_a_rewind_to_an_unknown_step_is_refused_in_one_line(
     capsys.readouterr()
     assert network_command.main(["rewind", str(tmp_path / "lab"), "--to", "3"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: outer step 3 is not before the network's, so nothing was pub")
+    assert line.startswith("error: outer step 3 is not before the network's newest, so nothing")
     assert not [path for path in (tmp_path / "bucket").rglob("*") if path.is_file()]
     store.put(keys.STATE, b"damaged")
     assert network_command.main(["rewind", str(tmp_path / "lab"), "--to", "3"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("so it is not known where training stands: restore its files")
+    assert line.endswith("so it is unclear where training stands: restore its files")
 
 
 def test_a_founder_with_the_embedded_store_audits_while_no_registry_runs(tmp_path: Path) -> None:

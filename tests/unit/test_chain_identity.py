@@ -89,7 +89,7 @@ def test_in_a_private_network_the_address_is_the_one_that_calls_the_registry() -
     private = replace(ChainSettings(), private=True, registry_url="http://127.0.0.1:8100")
     assert external_ip(private, services=()) == "127.0.0.1", "a trial on one machine"
     named = replace(private, registry_url="http://localhost:8100")
-    with pytest.raises(AddressUnknown, match=r"localhost is called from .*--dht\.ip"):
+    with pytest.raises(AddressUnknown, match=r"localhost is reached from .*--dht\.ip"):
         external_ip(named, services=())
     with machines(2, network="10.77.3") as (registry, miner):
         url = f"http://{registry.address}:8100"

@@ -31,7 +31,7 @@ def chain(tmp_path: Path) -> Iterator[RegistryChain]:
     ("error", "words"),
     [
         *((kind("a bug"), None) for kind in (RuntimeError, ValueError, TypeError, KeyError)),
-        (RuntimeError("can't start new thread"), "no thread left to ask it"),
+        (RuntimeError("can't start new thread"), "no thread left to ask with"),
         (httpx.ConnectError("name or service not known"), "ConnectError: name or service not"),
         (httpx.ReadTimeout("nothing for 10 s"), "ReadTimeout: nothing for 10 s"),
         (httpx.RemoteProtocolError("peer closed\nsecond"), "RemoteProtocolError: peer closed at"),

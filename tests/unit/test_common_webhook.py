@@ -43,7 +43,7 @@ def test_a_url_that_cannot_be_used_is_one_line_without_it(
 
 @pytest.mark.parametrize(
     ("manner", "words"),
-    [("hang", "has not answered within"), ("drip", "has not answered within"),
+    [("hang", "did not answer within"), ("drip", "did not answer within"),
      ("elsewhere", "error=302"), (500, "error=500"), ("nonsense", "onnection error")],
 )  # fmt: skip
 def test_a_service_that_takes_none_is_one_line_in_time(manner: str | int, words: str) -> None:

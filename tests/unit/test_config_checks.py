@@ -22,7 +22,7 @@ def config(*argv: str, **environ: str) -> Config:
         ({"warmup_steps": 9, "total_steps": 9}, "9 is not below training.total_steps 9"),
         ({"decay_from": 2000}, "only one of them"),
         ({"decay_steps": 10}, "only one of them"),
-        ({"decay_from": 2000, "decay_steps": 10}, "this one is cosine"),
+        ({"decay_from": 2000, "decay_steps": 10}, "the schedule is cosine"),
         (
             {"schedule": "constant", "decay_from": 19, "decay_steps": 10},
             "decay_from 19 is below training.warmup_steps 20",

@@ -131,7 +131,7 @@ def test_a_file_is_pinned_by_its_digest(tmp_path: Path, tokenizer: Tokenizer, na
         ("bad.txt", b"\xff\xfe", "cannot be used"),
         ("bad.parquet", b"PAR1 no", "cannot be used"),
         ("column.parquet", {"body": ["a" * 200]}, "with the column 'text'"),
-        ("short.txt", b"ACGT", "has 5 tokens and a sequence 64"),
+        ("short.txt", b"ACGT", "has 5 tokens, and a sequence has 64"),
         ("long.txt", b"A" * 5000, "has more than 4000 bytes"),
     ],
 )

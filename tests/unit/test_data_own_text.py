@@ -345,7 +345,7 @@ def configured(folder: Path, *flags: str, kind: str = "miner", **rules: object) 
     [
         ([], {}, "--data.own_text names no text"),
         (["--data.own_text", "a", "--data.source", "stdlib"], {}, "--data.source would not be"),
-        (["--data.own_text", "a"], {"data.own": False}, "whose file does not say data.own"),
+        (["--data.own_text", "a"], {"data.own": False}, "file does not set data.own"),
     ],
 )
 def test_settings_against_the_networks_file_are_one_line(
@@ -387,7 +387,7 @@ def test_dt_join_has_the_doctor_check_no_text_that_a_script_reads(
 def test_a_network_on_own_text_names_files_to_judge_on(
     tmp_path: Path, rules: dict[str, object]
 ) -> None:
-    with pytest.raises(ConfigError, match="nobody has the members' text to judge them on"):
+    with pytest.raises(ConfigError, match="nobody else has the members' text to judge them"):
         configured(tmp_path, **rules)
 
 

@@ -182,7 +182,7 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not missing.exists()
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
-        assert "is no folder" in check_room(folder).finding
+        assert "is not a folder" in check_room(folder).finding
     assert check_room(tmp_path / ("long" * 99)).finding  # no traceback
     needed = 10**18
     check = check_room(missing)
@@ -439,7 +439,7 @@ def test_the_doctor_names_the_connections_through_a_proxy(monkeypatch: pytest.Mo
     monkeypatch.setenv("HTTP_PROXY", "http://me:secret@proxy.lab:3128")
     (check,) = outside.check_proxies(asked)
     assert check.status == "ok"
-    assert "http_proxy set: used for registry; not for store" in check.finding
+    assert "http_proxy set: used for registry, but not for store" in check.finding
     monkeypatch.setenv("all_proxy", "socks5://me:secret@127.0.0.1:1080")
     (check,) = outside.check_proxies(asked)
     assert check.status == "warn" and "all_proxy names no HTTP proxy" in check.finding
@@ -478,7 +478,7 @@ def test_a_bundle_has_the_rows_and_the_log_of_the_running_miner(
     for more in ([], ["--log", "out.log"]):
         doctor.main([*flags, "--bundle", f"help{len(more)}.tar.gz", *more])
         said = capsys.readouterr()
-        assert "has, with secrets masked:\ndoctor.json" in said.err
+        assert "holds, secrets masked:\ndoctor.json" in said.err
         assert not more or "log.txt" in said.err
     with tarfile.open(running / "help2.tar.gz") as archive:
         log, rows = (archive.extractfile(f"bundle/{name}") for name in ("log.txt", "doctor.json"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,7 @@ def tokens(maker: BlockMaker, block: int) -> np.ndarray:
 def test_sources_that_are_none(source: str) -> None:
     with pytest.raises(ConfigError, match=r"--data\.source") as caught:
         kind_of(parse_source(source))
-    assert "\n" not in str(caught.value) and ": give" in str(caught.value)
+    assert "\n" not in str(caught.value) and re.search(": (choose|give)", str(caught.value))
 
 
 def test_jsonl_rows_across_files_and_configs(tmp_path: Path) -> None:
@@ -51,7 +52,7 @@ def test_jsonl_rows_across_files_and_configs(tmp_path: Path) -> None:
     assert made.num_rows() and counts.drain() == {"configs_too_small": 1}
     assert made.rows("a", 120, split="train", limit=100) == ROWS[120:200]
     assert made.rows("root", 10, split="train", limit=3) == ROWS[210:213]
-    with pytest.raises(PageUnavailable, match="none at 200"):
+    with pytest.raises(PageUnavailable, match="no row 200"):
         made.rows("a", 200, split="train", limit=1)
     # The index is found again, and not used for a file that changed.
     (index,) = [p for p in (tmp_path / ".index").iterdir() if np.load(p)[-1] < 1500][:1] or [None]

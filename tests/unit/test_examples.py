@@ -72,7 +72,7 @@ def test_a_comparison_is_fair_and_written_as_it_goes(tmp_path: Path) -> None:
 def test_rates_that_are_none_end_the_comparison_with_one_line(rates: str, tmp_path: Path) -> None:
     done = forked.run(EXAMPLES / "compare.py", f"nesterov:{rates}", environ={}, folder=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.count("\n") == 1 and "rates are written NAME:lr=0.8" in done.stderr
+    assert done.stderr.count("\n") == 1 and "write rates as in NAME:lr=0.8" in done.stderr
 
 
 def test_a_rule_that_is_none_ends_the_comparison_with_one_line(tmp_path: Path) -> None:

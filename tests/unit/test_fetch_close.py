@@ -96,7 +96,7 @@ def test_an_upload_is_late_by_the_stores_clock(world: StoreWorld) -> None:
     world.tick()
     assert world.fates(1) == {3: "merged", 5: "late"}
     assert world.manifest(1).refused[0].digest == ""  # its sender keeps its weights
-    assert "after close and grace" in world.manifest(1).refused[0].reason
+    assert "after the end of the grace" in world.manifest(1).refused[0].reason
     assert world.validator.standings.entries[17].cause == "it sent no upload for the last close"
 
 

@@ -99,7 +99,7 @@ MISSING = {
                           "OpenStack Swift"),
     "no TOML": (lambda lab: (lab / "run.toml").write_text("[valid"), "run.toml cannot be read"),
     "no such program": (lambda lab: (lab / "run.toml").write_text("[miner]"),
-                        "'miner' is no table of it"),
+                        "'miner' is not a table of it"),
     "no port": (lambda lab: (lab / "run.toml").write_text('[registry]\nport = "x"'),
                 "--port"),
     "no flag of the registry": (lambda lab: (lab / "run.toml").write_text("[registry]\nprt = 1"),
@@ -192,7 +192,7 @@ def test_a_second_ctrl_c_ends_a_program_that_does_not_stop(tmp_path: Path) -> No
         (("--registry", "https://r.example.org"), ""),
         (("--registry", "http://8.8.8.8:8100"), "http"),
         (("--netuid", "5"), "without --registry"),
-        (("--registry", "https://r.example.org", "--set", "store.access=own"), "one bucket"),
+        (("--registry", "https://r.example.org", "--set", "store.access=own"), "many buckets"),
     ],
 )
 def test_an_embedded_store_is_the_registrys(

@@ -88,7 +88,7 @@ def test_a_bundle_is_written_only_to_a_new_file_and_through_no_link(home: Home) 
     for path in (home.path.with_name("there"), home.path.with_name("none") / "help.tar.gz"):
         if path.parent.exists():
             path.symlink_to(home.path.with_name("elsewhere"))
-        with pytest.raises(ConfigError, match=r"--bundle .*: give "):
+        with pytest.raises(ConfigError, match=r"--bundle .*: choose "):
             write_bundle(path, home.config, [], log=None, environ={})
     assert not home.path.with_name("elsewhere").exists()
 
@@ -102,7 +102,7 @@ def test_a_disk_that_fills_leaves_no_part_of_a_bundle(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fdopen", Full)
-        with pytest.raises(ConfigError, match=r"No space left on device.*so there is none"):
+        with pytest.raises(ConfigError, match=r"No space left on device.*so there is no bundle"):
             write_bundle(home.path, home.config, [], log=None, environ={})
     assert not home.path.exists()
     assert write_bundle(home.path, home.config, [], log=None, environ={})

@@ -282,7 +282,7 @@ def test_an_all_reduce_ends_with_the_grace_of_its_close() -> None:
 
     group: Any = SimpleNamespace(peer_ids=[])
     # Of hivemind's own limit nobody fetches the error, so its log has an ERROR for each round.
-    with pytest.raises(AllreduceException, match="not ended with the grace of the close"):
+    with pytest.raises(AllreduceException, match="not ended when the close's grace ended"):
         asyncio.run(Slow()._aggregate_with_group(group, 0))
 
 

@@ -195,7 +195,7 @@ def test_a_trainer_that_ends_with_earlier_weights_is_refused() -> None:
     huggingface = pytest.importorskip("distributed_training.huggingface")
     given: Any = SimpleNamespace(load_best_model_at_end=True)
     callback = huggingface.NetworkCallback("network.toml")
-    with pytest.raises(ValueError, match="nothing was joined"):
+    with pytest.raises(ValueError, match="no network was joined"):
         callback.on_train_begin(given, None, None, model=None, optimizer=None)
 
 

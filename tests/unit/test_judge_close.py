@@ -148,7 +148,8 @@ def test_of_an_upload_and_its_copy_the_later_is_refused(world: StoreWorld, noise
     world.miners[17].upload()
     world.end()
     assert world.fates(1) == {3: "copy", 5: "merged", 17: "merged"}
-    assert "that of uid 5, whose own text gained more" in world.manifest(1).refused[0].reason
+    reason = world.manifest(1).refused[0].reason
+    assert "a copy of uid 5's upload, whose own text gained more" in reason
     # What everybody can read by then is refused in the next outer step too.
     world.train()
     world.until_close()
@@ -170,7 +171,7 @@ def test_what_all_can_read_is_a_copy_also_after_a_restart(world: StoreWorld) -> 
     world.miners[17].upload(moved=old)
     world.end()
     assert world.fates(3) == {3: "merged", 5: "merged", 17: "copy"}
-    assert "that of uid 5 of outer step 1" in world.manifest(3).refused[0].reason
+    assert "uid 5's upload of outer step 1" in world.manifest(3).refused[0].reason
 
 
 def test_twice_the_text_is_read_where_fewer_than_half_of_the_uploads_help(

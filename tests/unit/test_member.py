@@ -330,12 +330,12 @@ def test_a_model_that_is_not_the_networks_is_refused_in_one_line(world: MemberWo
     lines = {
         "frozen": "is frozen",
         "no group": "is in no group of the optimizer",
-        "wrapper": r"holds the network's model as net\.inner.* give model\.net\.inner in its place",
+        "wrapper": r"holds the network's model as net\.inner.* pass model\.net\.inner instead",
         "adapters": r"has adapters \(LoRA, PEFT\).* join with the model without adapters",
         "another class": r"no parameter model\.embed_tokens\.weight.*model_config\(\)",
         "tied": "lm_head.weight is tied to model.embed_tokens.weight",
         "wider": "has the shape",
-        "no optimizer": "no torch.optim.Optimizer",
+        "no optimizer": "not a torch.optim.Optimizer",
     }
     for what, line in lines.items():
         model = tiny(vocab=67, hidden=64) if what == "wider" else world.model
@@ -558,7 +558,7 @@ def test_join_in_one_process_a_second_time_continues(
     script.net = distributed_training.join(
         world.network, script.model, script.optimizer, **world.settings()
     )
-    ended = "no checkpoint is written" if "closed" in end else "join() is called again: the mem"
+    ended = "no checkpoint is written" if "closed" in end else "join() was called again: the prev"
     assert ended in caplog.text
     assert script.net is not first and first._closed
     # Half changed weights are not saved: it continues at the checkpoint of step 5.
@@ -638,8 +638,8 @@ def test_an_optimizer_that_puts_old_weights_back_is_named_at_the_first_update(
         running.take_outer_step()
         running.train(15)
     name = type(running.optimizer).__name__
-    line = f"{name} has put weights of before the update of outer step 1 back"
-    assert caplog.text.count("has put weights of before") == caplog.text.count(line) == named
+    line = f"{name} has restored weights from before the update of outer step 1"
+    assert caplog.text.count("has restored weights from") == caplog.text.count(line) == named
     running.net.close()
 
 
@@ -684,7 +684,7 @@ def test_the_text_that_a_network_assigns_is_given_out_and_listed(
     net = train(2)
     assert net.inner_step >= 5
     assert "Data continues in the text from page" in caplog.text.removeprefix(before)
-    assert "No text of net.batches()" not in caplog.text
+    assert "No text from net.batches()" not in caplog.text
 
 
 @pytest.mark.long

@@ -54,11 +54,11 @@ def test_a_signed_file_whose_count_is_not_its_models_is_refused_in_one_line(tmp_
     [
         (shown(1, "aa"), network(), ""),
         (shown(1, None), network(), ""),  # a validator before this version
-        (shown(2, "bb"), network(), "at version 2 of its file, this miner has 1"),
-        (shown(2, None), network(), "from its founder again, in place of lab/network.toml"),
+        (shown(2, "bb"), network(), "at version 2 of its file, but this miner at 1"),
+        (shown(2, None), network(), "from its founder again, put it in lab/network.toml"),
         (shown(2, "bb"), network(place="https://lab/n.toml"), "restart, which fetches https://lab"),
-        (shown(1, "bb"), network(), "of version 1 has other rules than this miner's"),
-        (shown(1, "bb"), network(2, "aa"), "before the validator has started with it too"),
+        (shown(1, "bb"), network(), "has different rules from this miner's"),
+        (shown(1, "bb"), network(2, "aa"), "until the validator has started with it too"),
     ],
 )
 def test_another_version_of_the_networks_file_is_named(

@@ -320,13 +320,13 @@ def test_no_network_is_founded_on_text_that_no_miner_can_read(
             {"model_type": "gemma2", "head_dim": 16, "sliding_window": 63},
             "attn_logit_softcapping",
         ),
-        ({"layer_types": [None, None]}, "a list with a null"),
+        ({"layer_types": [None, None]}, "a list that contains a null"),
         # Absent it would be a window of 4096.
         ({"model_type": "mistral", "sliding_window": None}, ""),
         ({"model_type": "mistral", "rms_norm_eps": None}, ""),  # transformers takes no null there
-        ({"rms_norm_eps": "small"}, "config.json has values"),
+        ({"rms_norm_eps": "small"}, "no model can be built from config.json"),
         ({"initializer_range": 0.5, "attention_bias": None}, ""),
-        ({"model_type": "no-such-model"}, "knows no model_type"),
+        ({"model_type": "no-such-model"}, "does not know model_type"),
     ],
 )
 def test_a_network_is_founded_on_the_model_that_peers_build(
@@ -358,8 +358,8 @@ def test_a_network_is_founded_on_the_model_that_peers_build(
             {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2},
             "layers in transformer.h",
         ),
-        ({"model_type": "vit", "hidden_size": 64}, "'vit' is no decoder that predicts the next"),
-        ({"model_type": "t5", "d_model": 64}, "'t5' is no decoder that predicts the next token"),
+        ({"model_type": "vit", "hidden_size": 64}, "'vit' is not a decoder that predicts the"),
+        ({"model_type": "t5", "d_model": 64}, "'t5' is not a decoder that predicts the next"),
         ({"model_type": "gpt2", "n_embd": 10**9}, "hidden_size is 1000000000 instead of"),
     ],
 )
@@ -418,7 +418,7 @@ def test_a_mixtures_file_holds_the_true_count_and_machines_are_judged_by_it(
     file.write_text(text.replace(f"parameters = {count}", f"parameters = {dense}"))
     assert main(["sign", str(file)]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert f"is {dense} and the model has {count}" in line and "nothing was signed" in line
+    assert f"is {dense}, but the model has {count}" in line and "nothing was signed" in line
     file.write_text(text.replace('"mixtral"', '"gpt_oss"'))
     assert main(["sign", str(file)]) == 2 and "sinks" in capsys.readouterr().err
 
@@ -475,7 +475,7 @@ def test_a_tokenizer_with_more_words_than_the_model_founds_nothing(
             status = found(folder, "--model", str(model), "--tokenizer", name)
             err = capsys.readouterr().err
             assert (status, folder.exists()) == ((2, False) if words < 257 else (0, True))
-            assert words > 256 or f"has 257 words and the model's vocab_size is {words}" in err
+            assert words > 256 or f"has 257 words, but the model's vocab_size is {words}" in err
     (tokenizer / "tokenizer.json").write_text("{")
     assert found(tmp_path / "lab", "--model", str(model), "--tokenizer", str(tokenizer)) == 2
     assert "no network was created" in capsys.readouterr().err
@@ -498,7 +498,7 @@ def test_a_change_is_the_next_version_of_the_same_run_once_it_is_signed(
     assert main(["show", str(file)]) == 0
     second, out = read(folder).network, capsys.readouterr().out
     assert "version 2" in out and first.values["run_id"] in out
-    restarts = "from outer step 0: it changes training.outer_momentum; programs start again"
+    restarts = "from outer step 0: it changes training.outer_momentum; programs then restart"
     assert restarts in out
     assert (second.head.previous, second.head.from_outer_step) == (f"sha256:{first.digest}", 0)
     assert second.rules_id != first.rules_id
@@ -511,7 +511,7 @@ def test_a_change_is_the_next_version_of_the_same_run_once_it_is_signed(
     (folder / "wallets").rename(folder / "own")
     (other / "wallets").rename(folder / "wallets")
     assert main(["sign", str(file)]) == 2
-    assert "put the master's there" in capsys.readouterr().err
+    assert "put the master's wallet there" in capsys.readouterr().err
 
 
 def test_a_version_holds_from_an_outer_step_that_is_still_to_come(tmp_path: Path, capsys) -> None:
@@ -531,14 +531,14 @@ def test_a_version_holds_from_an_outer_step_that_is_still_to_come(tmp_path: Path
     assert "--at 7 is past" in capsys.readouterr().err
     assert change(0.7, "--at", "30") == 0
     assert main(["sign", str(file), "--at", "31"]) == 2, "version 3 holds at 30 all the same"
-    assert "would put nothing off" in capsys.readouterr().err
+    assert "would delay nothing" in capsys.readouterr().err
     assert main(["sign", str(file), "--at", "29"]) == 0, "the same rules, earlier"
     assert change(0.9) == 0, "what is to change at 29 does not change at 9"
     head = read(folder).network.head
     assert (head.version, head.from_outer_step) == (5, 29)
     (folder / "validator").rename(tmp_path / "elsewhere")
     assert change(0.6) == 2
-    assert "give --at" in capsys.readouterr().err
+    assert "set --at" in capsys.readouterr().err
     (folder / "versions").rename(tmp_path / "versions")
     assert change(0.6, "--at", "40") == 2
     assert "restore that folder" in capsys.readouterr().err
@@ -600,16 +600,16 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ('name = "lab"', 'name = "lab2"', "name is another one .*dt-network init"),
+        ('name = "lab"', 'name = "lab2"', "name differs from .*dt-network init"),
         (
             r"\[tokenizer\]",
             f'[tokenizer]\nrevision = "{"0" * 40}"',
-            "tokenizer.revision is another",
+            "tokenizer.revision differs from",
         ),
-        ("rope_theta = 10000.0", "rope_theta = 20000.0", "model.config is another one"),
-        (r"\[model\]", f'[model]\nweights = "{"0" * 64}"', "model.weights is another one"),
-        ("exchange = .*", 'exchange = "store"', "exchange is another one .*dt-network succeed"),
-        ("max_uids = .*", "max_uids = 9", "limits.max_uids is another one"),
+        ("rope_theta = 10000.0", "rope_theta = 20000.0", "model.config differs from"),
+        (r"\[model\]", f'[model]\nweights = "{"0" * 64}"', "model.weights differs from"),
+        ("exchange = .*", 'exchange = "store"', "exchange is not the one .*dt-network succeed"),
+        ("max_uids = .*", "max_uids = 9", "limits.max_uids differs from"),
         ("outer_momentum = .*", "outer_momentum = 9.0", "9.0 is more than 1"),
         *(
             ("period = .*", *more)
@@ -618,9 +618,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 ('period = "8d"', "8d is more than 7d"),
                 (
                     "seconds_per_block = 1.0",
-                    "round.blocks_per_allreduce None, and round.period takes",
+                    "round.blocks_per_allreduce None, but round.period has",
                 ),
-                (f'period = "90s"\n{OLD_PERIOD}', "and round.period takes their place"),
+                (f'period = "90s"\n{OLD_PERIOD}', "but round.period has replaced these"),
             )
         ),
     ],
@@ -656,7 +656,7 @@ def test_no_version_has_data_that_nobody_would_publish(tmp_path: Path, capsys, o
     file.write_text(wrong := good.replace('source = "parquet:data"', f"source = {other}"))
     assert main(["sign", str(file)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "the data are others" in line and "nothing was signed" in line
+    assert "the data differs" in line and "nothing was signed" in line
     assert file.read_text() == wrong and not (tmp_path / "lab" / "versions" / "2.toml").exists()
 
 
@@ -666,12 +666,12 @@ SLOW = ("--slowest-link", "0.1", "--set", "round.period=240")
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (("--tokenizer", "gpt2"), "give --model"),
-        (("--model", "/no/such/config.json"), "give --model"),
+        (("--tokenizer", "gpt2"), "set --model"),
+        (("--model", "/no/such/config.json"), "set --model"),
         (("--set", "round.periodd=60"), "did you mean round.period"),
         (("--set", "model.parameters=5"), "model.parameters"),
         (("--set", "training.learning_rate=0.11"), "learning_rate 0.11 is above 0.1"),
-        (("--set", "training.sequence_length=1025"), "above 1024, the positions that the model"),
+        (("--set", "training.sequence_length=1025"), "more than the model's 1024 positions"),
         (
             ("--set", "training.warmup_steps=9", "--set", "training.total_steps=9"),
             "not below training.total_steps 9",
@@ -697,7 +697,7 @@ SLOW = ("--slowest-link", "0.1", "--set", "round.period=240")
             for more, words in (
                 (
                     SLOW,
-                    "third of the period of 240 s, so no network was created: --set round.period=4",
+                    "third of the period of 240 s, so no network was created: use --set round.per",
                 ),
                 (("--set", "round.grace=2000s"), "is above a third of the period (720s)"),
                 (("--set", "round.codec=x"), "round.codec"),
@@ -720,7 +720,7 @@ def test_a_decay_begins_where_the_network_is(tmp_path: Path, capsys) -> None:
     assert found(folder, "--set", "training.schedule=constant") == 0
     file, before = folder / "network.toml", read(folder).network
     assert main(["decay", str(file), "--steps", "500"]) == 2
-    assert "give --from" in capsys.readouterr().err
+    assert "set --from" in capsys.readouterr().err
     for outer_step, place in ((9, 4000), (10, 4400)):
         state = folder / "validator" / "global" / f"epoch-{outer_step}"
         state.mkdir(parents=True)
@@ -740,7 +740,7 @@ def test_a_decay_begins_where_the_network_is(tmp_path: Path, capsys) -> None:
         kept = {k: v for k, v in after.network.values.items() if k not in rest}
         assert kept == {k: v for k, v in before.values.items() if k not in rest}
         assert "# rates" in file.read_text()
-        assert f"until {begins + steps}" in capsys.readouterr().out
+        assert f"to inner step {begins + steps}" in capsys.readouterr().out
 
 
 def dotted(text: str) -> str:
@@ -751,11 +751,11 @@ def dotted(text: str) -> str:
 @pytest.mark.parametrize(
     ("schedule", "change", "more", "words"),
     [
-        ("cosine", None, ("--from", "4000"), "this one is cosine"),
+        ("cosine", None, ("--from", "4000"), "the schedule is cosine"),
         ("constant", None, ("--from", "9"), "below training.warmup_steps 33"),
         ("constant", dotted, ("--from", "4000"), "is not laid out as dt-network init writes it"),
         ("constant", lambda text: text + "[", ("--from", "4000"), "is not TOML"),
-        ("constant", None, (), "give --from"),
+        ("constant", None, (), "set --from"),
     ],
 )
 def test_a_decay_that_cannot_begin_changes_nothing(
@@ -798,7 +798,7 @@ def test_keys_of_any_store_are_right_where_the_file_names_it(tmp_path: Path, cap
     assert "--set store.access=own" in capsys.readouterr().err
     assert main(["init", str(tmp_path / "sub"), *own, *words, *store[:2]]) == 0
     said = capsys.readouterr().out
-    assert "of R2's lengths (account 32" in said and "two keys of the global bucket lab" in said
+    assert "as long as R2's (account 32" in said and "two keys of the global bucket lab" in said
     argv = ["--network", str(tmp_path / "sub" / "network.toml")]
     with pytest.raises(ConfigError, match=r"READ_ACCESS_KEY_ID has 20.*instead of 32.*public"):
         load_config("miner", argv, environ=AWS | {"R2_ACCOUNT_ID": "a" * 32}, dotenv=None)

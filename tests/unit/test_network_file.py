@@ -170,14 +170,14 @@ def test_the_canonical_form_is_the_documents() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "text"),
     [
-        ("format = 3", "format = 4", "its format is 4 and this program reads 2 and 3"),
-        ("format = 3", "format = 2", "is 2 with exchange 'hivemind', of the protocol of subnet 38"),
-        ("format = 3", "format = true", "its format is True and"),
-        ("format = 3", "format = 1", "no program speaks any more after commit 10170bb9"),
+        ("format = 3", "format = 4", "its format is 4, but this program reads 2 and 3"),
+        ("format = 3", "format = 2", "is 2 with exchange 'hivemind', for the protocol of subnet"),
+        ("format = 3", "format = true", "its format is True, but"),
+        ("format = 3", "format = 1", "has not spoken since commit 10170bb9"),
         ('exchange = "hivemind"', 'exchange = "pigeons"', "exchange 'pigeons'"),
         ('exchange = "hivemind"', "", "exchange is missing"),
         ("\nrows = 1", "\nselection = 3\nrows = 1", "3 is more than 2"),
-        ('source = "hub"', 'source = "hf"', "the rows API, which is not read any more"),
+        ('source = "hub"', 'source = "hf"', "the rows API, which is no longer read"),
         ("\nrows = 1_200_000", "\nselection = 2", "data.selection is 2 without data.rows"),
         ("\nrows = 1_200_000", "\nselection = 2\nrows = 3299", "makes 32 pages of 100 rows and"),
         ("\nrows = 1_200_000", '\nselection = 2\nrows = "a"', "data.rows in"),
@@ -233,7 +233,7 @@ def test_the_canonical_form_is_the_documents() -> None:
         ("version = 1 ", f"version = {'5' * 5000} ", "it is not TOML"),
         # tomllib would take 1 GB for it.
         ("[limits]", f"[limits]\n{'.'.join('a' * 16000)} = 1", "nested too deeply"),
-        ("[model]", '[model]\nconfig_file = "a.json"', "content into [model.config], by which"),
+        ("[model]", '[model]\nconfig_file = "a.json"', "content into [model.config], which keeps"),
     ],
 )
 def test_a_file_that_is_refused(tmp_path: Path, old: str, new: str, text: str) -> None:
@@ -386,7 +386,7 @@ PUBLIC, OWN = "https://founder.example/a/network.toml", "https://own.lan/network
         (PUBLIC, [], ""),
         (PUBLIC, ["other.toml"], ""),
         (PUBLIC, ["https://founder.example/b", "/c", "d", "../e", "?f=1"], ""),
-        (PUBLIC, ["/b"] * 6, "leads on more than 5 times"),
+        (PUBLIC, ["/b"] * 6, "redirects more than 5 times"),
         (PUBLIC, ["http://founder.example/b"], "leads to http://founder"),
         (PUBLIC, ["/b", "http://inside.example/admin"], "leads to http://inside"),
         (PUBLIC, ["https://inside.example/admin"], "an internal address"),
@@ -440,11 +440,11 @@ def test_a_digest_or_a_copy_says_whose_file_comes_over_http(
     def configuration(place: str) -> Config:
         return load_config("miner", (*argv, "--network", place), environ=KEYS, dotenv=None)
 
-    with pytest.raises(ConfigError, match="no https:// URL"):
+    with pytest.raises(ConfigError, match="not an https:// URL"):
         configuration(url)
     digest = digest_of(flatten(tree_of(EXAMPLE)))
     for wrong in ("0" * 64, digest[:-1] + "x", "short"):
-        with pytest.raises(ConfigError, match=r"those of the invitation|is no digest"):
+        with pytest.raises(ConfigError, match=r"those of the invitation|is not a digest"):
             configuration(f"{url}#{wrong}")
     config = configuration(f"{url}#{digest}")
     save_copy(config.network, tmp_path)
@@ -483,8 +483,8 @@ def test_network_given_by_url_is_read_from_its_kept_copy_offline(
         load_config("miner", other, environ=KEYS, dotenv=None)
     bobs = signed(EXAMPLE.replace(ALICE.ss58_address, BOB.ss58_address), BOB)
     answers = {
-        "<html>back soon</html>": "is no network's file",
-        "x" * (2 << 20): "is no network's file",
+        "<html>back soon</html>": "is not a network's file",
+        "x" * (2 << 20): "is not a network's file",
         bobs: f"another founder's ({BOB.ss58_address})",
     }
     for text, words in answers.items():
@@ -495,7 +495,7 @@ def test_network_given_by_url_is_read_from_its_kept_copy_offline(
             assert again.network == config.network
             assert [words in line and "the copy" in line for line in again.warnings] == [True]
             if text is not bobs:
-                with pytest.raises(ConfigAway, match="no network's file"):  # without a copy
+                with pytest.raises(ConfigAway, match="not a network's file"):  # without a copy
                     load_config("miner", other, environ=KEYS, dotenv=None)
 
     with monkeypatch.context() as answered, trickle() as port:
@@ -503,7 +503,7 @@ def test_network_given_by_url_is_read_from_its_kept_copy_offline(
         answered.setattr(
             network_place, "_client", lambda _: httpx.AsyncClient(proxy=f"http://127.0.0.1:{port}")
         )
-        assert "no end of it" in configuration().warnings[0]
+        assert "not complete within" in configuration().warnings[0]
     for damaged in (b"\xff\xfe", b"name = ["):
         (tmp_path / "run" / "network" / "network.toml").write_bytes(damaged)
         with pytest.raises(ConfigAway, match="does not answer"):

@@ -120,7 +120,7 @@ def test_a_version_that_does_not_follow_is_refused(tmp_path: Path) -> None:
     )
     other_model = next_version(chain.configs[0], chain.texts[0], 5, ('"lab"', '"lab2"'))
     versions = Versions(first, tmp_path / "run")
-    with pytest.raises(NetworkFileError, match="names another one"):
+    with pytest.raises(NetworkFileError, match="names another previous version"):
         versions.add(chain.texts[2])
     with pytest.raises(NetworkFileError, match="another run"):
         versions.add(other_model)
@@ -147,7 +147,7 @@ def test_the_bucket_has_the_versions_and_one_line_announces_each(
     first = chain.configs[0].network
     running = Versions(first, tmp_path / "running")
     assert running.look(reader.version) == "" and running.look(reader.version) == ""
-    line = "Version 2 of the network's file holds from outer step 5: it changes training.learning"
+    line = "Version 2 of the network's file is in force from outer step 5: it changes training"
     assert caplog.text.count(line) == 1
 
 

@@ -89,7 +89,7 @@ def test_a_source_that_is_away_is_no_other_data_and_holds_up_no_start(
     monkeypatch.setattr("distributed_training.data.sources.HUB", "http://127.0.0.1:1")
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"a start waits {seconds} s"))
     require_data(config_of(rules={"data.source": "hub", "data.rows": 5}))
-    assert "is not known yet" in caplog.text
+    assert "Could not check yet" in caplog.text
 
 
 def named(folder: Path, *flags: str) -> Config:
@@ -99,7 +99,7 @@ def named(folder: Path, *flags: str) -> Config:
 def test_no_run_folder_is_made_in_the_place_of_a_mount_that_is_late(tmp_path: Path) -> None:
     """After a reboot a checkpoint of 64 GB is on a disk that comes a minute later."""
     config = named(tmp_path / "data" / "miner")
-    with pytest.raises(ConfigError, match=f"since {tmp_path}/data is not there.*mkdir -p"):
+    with pytest.raises(ConfigError, match=f"since {tmp_path}/data does not exist.*mkdir -p"):
         make_run_folder(config)
     assert not (tmp_path / "data").exists()
     (tmp_path / "data").mkdir()  # it is mounted, and new
@@ -116,7 +116,7 @@ def test_a_relative_run_folder_is_made_with_its_parents(
     monkeypatch.chdir(tmp_path)
     assert make_run_folder(config_of()) == tmp_path / "runs" / "miner-default"
     Path("disk").symlink_to(tmp_path / "not" / "mounted")
-    with pytest.raises(ConfigError, match=r"since disk is not there.*mount its disk"):
+    with pytest.raises(ConfigError, match=r"since disk does not exist.*mount its disk"):
         make_run_folder(named(Path("disk/node0")))
     assert not (tmp_path / "not").exists()
 

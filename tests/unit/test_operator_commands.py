@@ -17,7 +17,7 @@ from distributed_training.scoring import command as score
 from distributed_training.telemetry.page.__main__ import main as page
 from tests.tools.webhooks import webhooks
 
-TEST = "this is a test, by dt-doctor --notify: messages of this miner come here"
+TEST = "this is a test by dt-doctor --notify: this miner's messages will arrive here"
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -30,7 +30,7 @@ def test_a_doctor_that_is_interrupted_says_so_and_nothing_else(
     monkeypatch.setattr(doctor, "examine", interrupted)
     assert doctor.main(["--network", "local", "--offline"]) == 130
     said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("interrupted, so nothing is known")
+    assert said.out == "" and said.err.startswith("interrupted, so there is no result")
     assert said.err.count("\n") == 1
 
 
@@ -47,7 +47,7 @@ def test_a_message_is_sent_to_the_webhook_on_request(
         assert doctor.main(["--network", "local", "--notify"]) == status
         assert world.taken == ["miner: " + TEST] * (not manner)
         said = capsys.readouterr()
-        assert "JSON has" in said.out and "secretsecret" not in said.out + said.err
+        assert "JSON " in said.out and "secretsecret" not in said.out + said.err
         config = load_config("miner", ["--network", "local"], check=False)
         (row,) = check_webhook(Examination(config, ranks=1))
         assert "messages go to JSON" in row.finding
@@ -64,7 +64,7 @@ def test_the_score_of_a_local_subnet_that_has_ended_is_not_waited_for(
     state = {"chain": "http://127.0.0.1:9", "store": "http://127.0.0.1:9", "pid": gone.pid}
     (tmp_path / "localnet.json").write_text(json.dumps(state))
     assert score.main(["--subnet", str(tmp_path), "--all"]) == 2
-    assert "is no run folder of a local subnet that runs" in capsys.readouterr().err
+    assert "is not the run folder of a running local subnet" in capsys.readouterr().err
 
 
 def test_a_miner_without_a_hotkey_has_no_score_and_no_chain_is_asked(

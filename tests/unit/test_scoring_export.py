@@ -73,7 +73,7 @@ def test_transformers_loads_the_newest_state(state: Path, tmp_path: Path, capsys
     for (name, _), weight in zip(parameter_schema(content), wanted, strict=True):
         assert torch.equal(loaded[name], weight)
     assert export.main(words) == 2  # the folder is there already
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_a_model_is_measured_on_the_networks_own_text(state: Path, tmp_path: Path, capsys) -> None:
@@ -120,7 +120,7 @@ def test_an_export_holds_the_frozen_tensors_too(tmp_path: Path, capsys) -> None:
     rules |= {"exchange": "store", "model.trainable_parameters": sum(w.numel() for w in weights)}
     words = [str(tmp_path / "model"), "--from", str(state), "--network", "local"]
     assert export.main(words) == 1  # the file that comes with the program freezes none
-    assert "only the network's file names it" in capsys.readouterr().err
+    assert "only the network's file names that part" in capsys.readouterr().err
     assert export.main([*words, "--network", network_file(tmp_path, rules)]) == 0
     assert json.loads((tmp_path / "model" / "config.json").read_text()) == content
     exported = load_weights(tmp_path / "model" / keys.MODEL, parameter_schema(content))

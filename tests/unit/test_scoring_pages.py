@@ -63,7 +63,7 @@ def test_sequences_come_in_pairs(tokens: int, count: int) -> None:
     counted = SimpleNamespace(encode_rows=lambda *_, **__: np.arange(tokens, dtype=np.int32))
     reader = _reader(Source(), tokenizer=counted, sequence_length=32)
     if count == 0:
-        with pytest.raises(DataUnavailable, match="from 1234 on, outer step 3 hold less than two"):
+        with pytest.raises(DataUnavailable, match="from 1234 on, outer step 3 have fewer than two"):
             reader(7, BLOCK)
         return
     found = reader(7, BLOCK)

@@ -68,7 +68,7 @@ def test_the_verdicts_that_were_signed_are_shown(
     (row,) = shown["uploads"]
     assert (row["uid"], row["hotkey"], row["verdict"]) == (UID, MEMBER, "refused")
     assert command.main(["--network", file, "--uid", "5"]) == 0
-    assert "no upload of whoever" in capsys.readouterr().out
+    assert "none of the requested members" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_the_newest_whole_weights_are_fetched_and_compared(
     assert newest == 1 and (place / keys.MODEL).read_bytes()
     assert "the network is at outer step 2; whole weights: 1" in capsys.readouterr().out
     bucket = BucketReader(open_store(config.store, "local", write=True))
-    with pytest.raises(StateUnavailable, match="whole weights of outer steps 0, 1, and none of 2"):
+    with pytest.raises(StateUnavailable, match="whole weights of outer steps 0, 1, but none of 2"):
         SignedChain(config, bucket, tmp_path / "a").fetch_weights(tmp_path, 2)
     leader.store.put(keys.outer_key(1, keys.MODEL), b"other weights")
     with pytest.raises(StateUnavailable, match="has the digest"):
@@ -117,5 +117,5 @@ def test_a_member_with_the_key_of_another_network_asks_the_registry(
     monkeypatch.setattr(verdicts, "open_by_registry", lambda settings, chain, private: leader.store)
     assert command.main(["--network", file, "--all"]) == 0
     captured = capsys.readouterr()
-    assert "the key is refused: so the registry is asked" in captured.err
+    assert "the key is refused: so the bucket is opened as by a member" in captured.err
     assert "uid 003: merged" in captured.out and denied.close.called

@@ -167,4 +167,4 @@ def test_the_doctor_measures_no_clock_by_a_cache(monkeypatch: pytest.MonkeyPatch
         httpx.Client, "head", lambda self, url: httpx.Response(200, headers=headers)
     )
     (check,) = check_clock(Examination(config, ranks=1))
-    assert check.status == "skip" and "a cache before the store" in check.finding
+    assert check.status == "skip" and "a cache in front of the store" in check.finding

@@ -152,7 +152,7 @@ def test_an_object_of_other_parts_is_sent_again(tmp_path: Path) -> None:
     store.complete_multipart = lambda *given: of_other_parts(complete(*given))  # type: ignore[method-assign]
     send(store, path)  # only one answer is wrong
     store.style = of_other_parts
-    with pytest.raises(StoreError, match="put the parts together wrongly"):
+    with pytest.raises(StoreError, match="joined the parts incorrectly"):
         send(store, path)
     assert multipart_etag([]) != "" == multipart_etag(["v1"])
 

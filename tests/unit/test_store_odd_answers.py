@@ -173,7 +173,7 @@ def test_headers_and_bodies_that_botocore_cannot_read_are_tried_again(
 ) -> None:
     """Its own errors for them are no BotoCoreError; they ended the thread that met them."""
     with store_at(type("Odd", (Page,), page)) as store:
-        with pytest.raises(TransientError, match="so it is not an object store's"):
+        with pytest.raises(TransientError, match="so it does not come from an object store"):
             OPERATIONS[name](store)
 
 
@@ -210,7 +210,7 @@ def test_members_hear_what_a_proxy_before_the_store_does() -> None:
     for status, code, text in (
         (403, "SignatureDoesNotMatch", "tell the founder that a proxy .* must not change Host"),
         (403, "AccessDenied", "set this machine's clock"),
-        (413, "", "whoever runs the proxy raises its limit to 65 MB"),
+        (413, "", "whoever runs the proxy must raise its limit to 65 MB"),
     ):
         answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
         assert re.search(text, str(store._refused("write", "k", answer)))
@@ -292,12 +292,12 @@ def test_a_refusal_has_the_stores_own_sentence_on_one_line_and_no_secret() -> No
         (507, "XMinioStorageFull", "full", "TransientError", {}),
         (
             *(400, "AuthorizationHeaderMalformed", "the region 'auto' is wrong; expecting 'eu-1'"),
-            *("StoreError: .* store.region of the network.s file to eu-1 instead of auto", {}),
+            *("StoreError: .* store.region in the network.s file to eu-1 instead of auto", {}),
         ),
         (
             *(400, "AuthorizationHeaderMalformed", "wrong region"),
             *(
-                "StoreError: .* store.region of the network.s file to eu-2 instead",
+                "StoreError: .* store.region in the network.s file to eu-2 instead",
                 {"Region": "eu-2"},
             ),
         ),
@@ -334,7 +334,7 @@ def test_an_etag_of_other_bytes_is_named_and_one_that_is_no_md5_tells_nothing(na
 @pytest.mark.parametrize("name", READS)
 @pytest.mark.parametrize(
     ("handler", "said"),
-    [(Drip, "of 100000 bytes came in"), (Cut, "llama-007")],
+    [(Drip, "of 100000 bytes arrived in"), (Cut, "llama-007")],
     ids=["drip", "cut"],
 )
 def test_an_object_that_trickles_in_or_is_cut_short_is_tried_again(

@@ -478,7 +478,7 @@ def test_a_store_that_hangs_is_silent_before_it_fails(
 
 
 def stop_retrying(uplink: object, seconds: float) -> None:
-    raise errors.DeadlineError("503 SlowDown: no success in the time allowed")
+    raise errors.DeadlineError("503 SlowDown: did not succeed in time")
 
 
 def test_an_upload_that_was_written_too_late_is_not_sent(
@@ -547,7 +547,7 @@ def test_an_upload_that_is_refused_is_sent_until_the_grace_ends(
     assert isinstance(fact, UploadEnded) and bool(fact.cause) != returns
     assert returns or sum(waits) <= GRACE
     [line] = warnings(caplog)
-    assert "503 SlowDown; again soon" in line
+    assert "503 SlowDown; trying again soon" in line
     assert (leader.store.get(key, limit=99) is not None) == returns
     # Its movement is in the next one then: nothing is lost.
     leader.take_outer_step(merged=(merged(UID, digest if returns else "e" * 64),))

@@ -174,11 +174,11 @@ def test_an_optimizer_may_hold_what_is_frozen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ("trained", "is trained here, and in this network it is frozen"),
+        ("trained", "is trained here, but in this network it is frozen"),
         ("missing", "has no parameter base.weight"),
-        ("more", "extra is no parameter of the network's model"),
-        ("dtype", "is bfloat16 and the network's weights are float32"),
-        ("untied", "head.weight is no parameter of the network's model .table.weight, to which"),
+        ("more", "extra is not a parameter of the network's model"),
+        ("dtype", "is bfloat16, but the network's weights are float32"),
+        ("untied", "head.weight is not a parameter of the network's model .table.weight, to which"),
     ],
 )
 def test_a_script_with_another_model_is_refused_by_the_first_tensor(

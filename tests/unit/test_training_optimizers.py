@@ -204,11 +204,11 @@ def odd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     [
         ("row sums", "keeps row_sums, which is neither of its parameter's shape nor its step"),
         ("scale", "keeps scale, which is neither"),
-        ("later", "begins with other values"),
+        ("later", "does not start at zero"),
         ("half", "keeps half in torch.bfloat16"),
         ("text", "keeps text, which"),
         ("in group", "changes its parameter group"),
-        ("norm", "steps each row by what is in other rows"),
+        ("norm", "steps a row depending on other rows"),
     ],
 )
 @pytest.mark.usefixtures("odd")

@@ -161,7 +161,7 @@ def test_bad_inputs_name_the_flag() -> None:
         trainer(sequence_length=4096)
     with pytest.raises(ConfigError, match="model_type"):
         hf_config({"hidden_size": 3})
-    with pytest.raises(ConfigError, match="no model_type 'nonsense'"):
+    with pytest.raises(ConfigError, match="does not know model_type 'nonsense'"):
         hf_config({"model_type": "nonsense"})
 
 
@@ -178,7 +178,7 @@ def test_bad_inputs_name_the_flag() -> None:
     ],
 )
 def test_a_config_with_a_value_of_no_model_is_one_line(change: dict[str, Any]) -> None:
-    with pytest.raises(UnfitModelError, match=r"^config.json has values .*global_bucket$"):
+    with pytest.raises(UnfitModelError, match=r"^no model .* from config.json .*global_bucket$"):
         build_meta_model(local_llama_config() | change)
 
 

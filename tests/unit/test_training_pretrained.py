@@ -200,17 +200,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, bool],
         (_value(float("nan")), "is not finite", {}),
         (_value(float("-inf")), "is not finite", {}),
         (_value(1e300), "is not finite", {}),  # in float32
-        (_integers, "is not finite floating-point numbers", {}),
+        (_integers, "is not finite or not floating-point", {}),
         (_cut, "cannot be read", {}),
         (_twice, "and another file of its folder have", {"sharded": True}),
-        (_lost_shard, "which is not there", {"sharded": True}),
+        (_lost_shard, "which is missing", {"sharded": True}),
         (_lost_shard, "has neither model.safetensors nor", {"sharded": False}),
         (_pickled, "has neither model.safetensors nor", {}),
         (_write(INDEX, "{}"), "has no weight_map", {"sharded": True}),
         (_write(INDEX, "["), f"{INDEX} cannot be read", {"sharded": True}),
         (_write("config.json", "["), "there is no model to create a network with", {}),
         (_write("tokenizer.json", "{"), "the tokenizer", {}),
-        (_words, "has 257 words and the model's vocab_size is", {}),
+        (_words, "has 257 words, but the model's vocab_size is", {}),
         (_other_head, "differ in its files", {"tied": True}),
         (_untied, "has no tensor lm_head.weight", {"tied": True}),
     ],
@@ -463,11 +463,11 @@ def test_adapters_continue_in_another_network_on_the_base_that_they_began_with(
     assert again == loss
     words = ["--of", str(file), *WORDS[:6], *WORDS[-2:]]
     assert main(["succeed", str(tmp_path / "next"), *words]) == 2
-    assert "--from the base that it began with" in capsys.readouterr().err
+    assert "--from to the base that it started with" in capsys.readouterr().err
     other = saved(tmp_path / "other", tied=True, sharded=False, dtype=torch.bfloat16, factor=4)
     assert main(["succeed", str(tmp_path / "next"), *words, "--from", str(other)]) == 2
     *_, line = capsys.readouterr().err.splitlines()
-    assert f"{other} is another base than that of {file}" in line
+    assert f"{other} is not the base of {file}" in line
     assert not (tmp_path / "next").exists()
     assert main(["succeed", str(tmp_path / "next"), *words, "--from", str(source)]) == 0
     third = tomllib.loads((tmp_path / "next" / "network.toml").read_text())["model"]
@@ -492,7 +492,7 @@ def test_untrained_buffer_of_a_model_must_equal_its_default(tmp_path: Path) -> N
     save_file(state, tmp_path / "model.safetensors")
     assert list(read_weights(tmp_path, config.to_dict()))
     save_file(state | {bias: state[bias] + 1}, tmp_path / "model.safetensors")
-    with pytest.raises(WeightsError, match="e_score_correction_bias that are not trained"):
+    with pytest.raises(WeightsError, match="e_score_correction_bias, which is not trained"):
         list(read_weights(tmp_path, config.to_dict()))
 
 
@@ -503,7 +503,7 @@ def test_a_founder_without_the_pretrained_weights_publishes_nothing(
     network = Founded(tmp_path, source, capsys)
     at = network.words.index("--validator.model")
     del network.words[at : at + 2]
-    with pytest.raises(ConfigError, match="nothing was published: give their folder with"):
+    with pytest.raises(ConfigError, match="nothing was published: name their folder with"):
         network.start(network.config())
     other = saved(tmp_path / "other", tied=True, sharded=False, dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match="has other weights than the network's file names"):

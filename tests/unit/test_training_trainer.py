@@ -285,7 +285,7 @@ def test_a_failing_compiler_is_announced_and_training_continues(
     if where == "auto":
         assert made.step.seconds_per_sequence(2, SEQUENCE) > 0 and not made.step.compiled
     assert losses(made) == pytest.approx(losses(trainer()), abs=2e-5)
-    assert len(said) == 1 and "torch.compile: off from here" in said[0]
+    assert len(said) == 1 and "torch.compile: off from now on" in said[0]
 
 
 def test_wrong_micro_batch_shape_is_refused() -> None:

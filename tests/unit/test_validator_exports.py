@@ -97,7 +97,7 @@ def test_the_last_line_is_the_result(
     assert event["results"] == (results or {}) and event["outer_step"] == 4
     if results is None:
         (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-        assert "is no number" in line and "\n" not in line
+        assert "is not a number" in line and "\n" not in line
     else:
         assert event["total_inner_steps"] == 400, "the axis of the trackers"
 
@@ -127,7 +127,7 @@ def test_only_every_nth_step_is_exported_and_never_two_at_once(
         began = time.monotonic()
         exports.after(state(step))
         assert time.monotonic() - began < 1.0, "a round waits for it"
-    assert "Outer step 6 is not exported: the export before" in caplog.text
+    assert "Outer step 6 is not exported: the previous export" in caplog.text
     gate.touch()
     wait_for(lambda: bool(lab.events), "the export", 60)
     assert [event["outer_step"] for event in lab.events] == [3]
@@ -197,7 +197,7 @@ def test_a_full_disk_costs_a_line_and_old_exports_go(
     assert ran[0][3:6] == [str(folder / "outer-step-12"), "--outer-step", "12"]
     assert ran[0][-4:-2] == ["--network", "lab/network.toml"]
     monkeypatch.setattr(module, "free_bytes", lambda folder: 10**9)
-    with pytest.raises(OSError, match="nothing was exported: free the disk"):
+    with pytest.raises(OSError, match="nothing was exported: free disk space"):
         exports._make(state(13), folder / "outer-step-13")
 
 
@@ -206,7 +206,7 @@ def test_a_full_disk_costs_a_line_and_old_exports_go(
     [
         (["--validator.export_command", "true"], "--validator.export_every is 0"),
         (["--validator.export_every", "2", "--validator.export_command", "'a"], "quotation"),
-        (["--validator.export_every", "2", "--validator.export_command", "/no/such"], "whole path"),
+        (["--validator.export_every", "2", "--validator.export_command", "/no/such"], "full path"),
         (["--validator.export_every", "2", "--validator.export_command", "true -x"], ""),
     ],
 )

@@ -289,7 +289,7 @@ def test_an_audit_names_a_state_that_was_put_back(bucket: Path, tmp_path: Path) 
     ]
     path.write_bytes(state_of(resigned, [4, 8]).to_bytes(sign))
     [line] = open_chain(bucket, tmp_path).audit().problems
-    assert line.startswith("state.json is of outer step 8, and outer/10/manifest.json is signed")
+    assert line.startswith("state.json is of outer step 8, but outer/10/manifest.json is signed")
     path.write_bytes(now)
     assert open_chain(bucket, tmp_path).audit().problems == []
 

@@ -109,7 +109,7 @@ def test_uploads_that_do_not_come_cost_only_their_members(
         refused = world.manifest(1).refused
         assert all(one.reason.startswith("since ") and not one.digest for one in refused)
     assert time.monotonic() - began < 60
-    said = [r.getMessage() for r in caplog.records if "cannot be judged since" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "could not be judged at" in r.getMessage()]
     assert len(said) == silent, "one line for each, and none for each try"
     assert all(f"uid {uid} " in " ".join(said) for uid in away)
     _hung.set()
@@ -219,7 +219,7 @@ def test_text_that_is_away_is_asked_for_less_and_less(
         world.tick()
         world.clock.ahead += 2
     assert 3 <= len(tries) < 10
-    assert caplog.text.count("cannot be judged since") == 1
+    assert caplog.text.count("could not be judged at") == 1
     world.end()
     assert world.fates(1) == {3: "merged", 5: "merged", 17: "not-judged"}
     board = world.validator.standings.board

@@ -1,8 +1,8 @@
 """Serve the dashboard: a page that shows a miner from the files in its run folder.
 
-The page runs in a process of its own (:class:`PageProcess`), at low priority, and reads
-``events.jsonl`` and ``metrics.prom``. So it costs training nothing, shows the past after a restart,
-and it still answers when the miner stands still, which is when people open it.
+The page runs in its own process (:class:`PageProcess`), at low priority, and reads ``events.jsonl``
+and ``metrics.prom``. So it does not slow training down, it shows the history after a restart, and
+it still answers when the miner hangs, which is when people open it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _LINES_PER_MINUTE = 20  # lines that the page may log, since any caller can prov
 
 
 class PageProcess(ChildProcess):
-    """The dashboard's process: it serves ``folders`` until it is closed, or this process ends.
+    """The dashboard's process: it serves ``folders`` until it is closed or this process ends.
 
-    ``told`` gets each printed line, from a thread: first ``page: <address>``, or why there is no
-    page; at most 20 lines a minute. A page that ends is started again, unless its settings are
-    refused. It gets none of this process's secrets but ``token``.
+    ``told`` is called with each printed line, from a thread, at most 20 times a minute: first with
+    ``page: <address>``, or with the reason why there is no page. A page that ends is restarted,
+    unless its settings are refused. It gets none of this process's secrets except ``token``.
     """
 
     def __init__(

@@ -2,15 +2,15 @@
 
     python -m distributed_training.telemetry.page runs/miner
     python -m distributed_training.telemetry.page --port 8010 runs/* two/runs/*
-    python -m distributed_training page          of the miner whose settings are here
+    python -m distributed_training page          for the miner whose settings are in this folder
 
-To be reached from other machines: ``--host 0.0.0.0`` and a token in ``DT_PAGE_TOKEN``.
+To make it reachable from other machines, use ``--host 0.0.0.0`` and a token in ``DT_PAGE_TOKEN``.
 
-``/`` is the page, ``/history`` its data, for which it asks every two seconds, ``/metrics`` is for
-Prometheus. GET only. Without a token the page listens on loopback only and answers only requests
-for its own address: a web site whose name resolves to 127.0.0.1 (DNS rebinding) gets 403. A client
-that keeps a connection without a request, or does not read the answer, loses the connection: there
-are few for all clients together.
+``/`` is the page, ``/history`` its data, which it requests every two seconds, and ``/metrics`` is
+for Prometheus. Only GET is allowed. Without a token, the page listens on loopback only and answers
+only requests for its own address: a web site whose name resolves to 127.0.0.1 (DNS rebinding) gets
+403. A client that holds a connection without a request, or does not read the answer, is
+disconnected: all clients share a small number of connections.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from distributed_training.telemetry.verdict import Verdict, judge
 log = logging.getLogger(__name__)
 
 _STATIC = Path(__file__).parent / "static"
-_FRESH_SECONDS = 1.0  # seconds for which an answer serves the next callers
+_FRESH_SECONDS = 1.0  # seconds for which an answer is reused for other requests
 _NICENESS = 10  # training goes first
 _CONNECTIONS = 256  # fewer than the usual limit of open files, 1024
-_PATIENCE = 10.0  # seconds for a request, and for a client to read on
-_TAKE_OVER_SECONDS = 1.0  # between two looks whether the page before is gone
+_PATIENCE = 10.0  # seconds that a client has to send a request, and to continue reading
+_TAKE_OVER_SECONDS = 1.0  # seconds between two attempts to take over the port
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _HOST = re.compile(rb"([A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::([0-9]{1,5}))?")
 _HEADERS = {
@@ -74,15 +74,15 @@ _HEADERS = {
 
 
 class History:
-    """The data of the page, read from the neurons' files when somebody asks."""
+    """The data of the page, read from the neurons' files on request."""
 
     def __init__(self, neurons: Sequence[NeuronState]) -> None:
         self.neurons = neurons
-        self._answers: dict[str, tuple[float, bytes]] = {}  # when, and what, by the neuron shown
+        self._answers: dict[str, tuple[float, bytes]] = {}  # neuron shown -> time, answer
         self._failing: dict[str, str] = {}  # neuron -> why its files could not be read
 
     def answer(self, shown: str) -> bytes:
-        """Return the data as JSON; with the curves of the neuron ``shown`` only, or of all."""
+        """Return the data as JSON, with the curves of the neuron ``shown`` only, or of all."""
         asked, now = time.monotonic(), time.time()
         shown = shown if any(shown == neuron.name for neuron in self.neurons) else ""
         at, known = self._answers.get(shown, (-math.inf, b""))
@@ -90,13 +90,13 @@ class History:
             return known
         found = [row for each in self.neurons if (row := self._read(each, shown, now)) is not None]
         # json.dumps escapes half of a surrogate pair, which UTF-8 cannot encode. Otherwise such a
-        # half in a peer's error would leave the page empty while its event is among the last.
+        # half in a peer's error would leave the page empty as long as its event is recent.
         content = json.dumps({"now": now, "faults": _FAULTS, "neurons": found}).encode()
         self._answers[shown] = asked, content
         return content
 
     def _read(self, neuron: NeuronState, shown: str, now: float) -> dict[str, Any] | None:
-        """Return the facts about a neuron; None, with one line, if its disk fails."""
+        """Return the facts about a neuron; if its disk fails, log one line and return None."""
         try:
             neuron.poll()
             found = {**neuron.shown(), **describe(neuron, now)}
@@ -112,9 +112,9 @@ class History:
 
 
 def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
-    """Return the verdict on a neuron, and the facts that cards show.
+    """Return the verdict on a neuron, and the facts that the page's cards show.
 
-    ``judgement`` is None if no miner has run: in a validator's folder. ``verdict`` is the word,
+    ``judgement`` is None if no miner has run, as in a validator's folder. ``verdict`` is the word,
     its cause, its colour (good, wait, bad or idle) and what to do.
     """
     facts, life = observe(neuron.folder, now), find_life(neuron.folder)
@@ -123,7 +123,7 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
     verdict: tuple[str, ...] = (found.verdict, found.cause, found.level, found.remedy)
     if not known:
         verdict = neuron.phase, "", "good", ""
-        with contextlib.suppress(KeyError, TypeError, ValueError):  # lines of another version
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # lines from another version
             verdict = judge_validator(neuron, life, now)
     elif found.verdict is Verdict.STOPPED and facts.launch is not None:
         verdict = (verdict[0], f"{span(now - facts.launch.at)} ago: {verdict[1]}", *verdict[2:])
@@ -137,7 +137,7 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
 
 
 def judge_validator(neuron: NeuronState, life: Mapping[str, Any], now: float) -> tuple[str, ...]:
-    """Return the verdict on a neuron without a launcher, by its events: that of its network."""
+    """Return the verdict on a neuron without a launcher, from its events: its network's verdict."""
     newest = {kind: rows[-1] for kind, rows in neuron.tables.items() if rows}
     state, stop = neuron.phase, newest.get("stop", {})
     if neuron.known.mode == "finished" and "finished" in newest:
@@ -167,10 +167,10 @@ def judge_validator(neuron: NeuronState, life: Mapping[str, Any], now: float) ->
 
 
 def guard(app: ASGIApp, *, token: str) -> ASGIApp:
-    """Refuse other methods than GET, requests for another address, and wrong tokens.
+    """Refuse methods other than GET, requests for another address, and wrong tokens.
 
-    With a ``token`` any name is answered, if the request carries it: ``Authorization: Bearer``, or
-    ``?token=`` once, after which a cookie holds it.
+    With a ``token``, requests for any address are answered if they carry it: as ``Authorization:
+    Bearer``, or once as ``?token=``, after which a cookie contains it.
     """
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
@@ -186,8 +186,8 @@ def guard(app: ASGIApp, *, token: str) -> ASGIApp:
             if message["type"] == "http.response.start":
                 extra = dict(_HEADERS)
                 if token and request.query_params.get("token"):
-                    # HttpOnly: no script reads it. SameSite=Strict: no other web site's link brings
-                    # it along.
+                    # HttpOnly: no script can read it. SameSite=Strict: it is not sent when another
+                    # web site links here.
                     extra["set-cookie"] = f"token={token}; HttpOnly; SameSite=Strict; Path=/"
                 message["headers"] += [(k.encode(), v.encode()) for k, v in extra.items()]
             await send(message)
@@ -198,7 +198,7 @@ def guard(app: ASGIApp, *, token: str) -> ASGIApp:
 
 
 def refuse(request: Request, token: str) -> Response | None:
-    """Return the refusal of a request; None: it is answered."""
+    """Return the refusal of a request; None if it is to be answered."""
     length = request.headers.get("content-length", "0")
     if "transfer-encoding" in request.headers or length != "0":
         return PlainTextResponse("a request has no body here\n", 400, _LAST)
@@ -207,8 +207,8 @@ def refuse(request: Request, token: str) -> Response | None:
     if token:
         header = request.headers.get("authorization", "").removeprefix("Bearer ")
         given = header or request.query_params.get("token") or request.cookies.get("token", "")
-        # Compare in constant time: a comparison that stops at the first wrong letter would tell
-        # how many were right.
+        # Compare in constant time: a comparison that stops at the first wrong character would
+        # reveal how many were right.
         if hmac.compare_digest(given.encode(), token.encode()):
             return None
         return PlainTextResponse("the token is missing or wrong: open /?token=...\n", 401)
@@ -224,7 +224,7 @@ def refuse(request: Request, token: str) -> Response | None:
     return PlainTextResponse(_OTHER_ADDRESS, 403)
 
 
-# The bytes after such a request may be its body, or an attempt to smuggle in another request.
+# Bytes after such a request may be its body, or an attempt to smuggle in another request.
 _LAST = {"connection": "close"}
 _OTHER_ADDRESS = (
     "without a token the page answers only at its own loopback address and port: forward the same "
@@ -232,11 +232,11 @@ _OTHER_ADDRESS = (
 )
 
 
-_FAULTS = {"LOCAL": "this miner could not apply the update"}  # faults of a failed round
+_FAULTS = {"LOCAL": "this miner could not apply the update"}  # texts for the faults of a round
 
 
 def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
-    """Return the ASGI application over ``neurons``; see the module."""
+    """Return the ASGI application for ``neurons``; see the module."""
     data = History(neurons)
 
     async def history(request: Request) -> Response:
@@ -246,19 +246,19 @@ def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
     async def metrics(request: Request) -> Response:
         """Return the metrics; an empty text before the first figures.
 
-        The miner starts then, and Prometheus sees it up.
+        The miner is still starting in that case, and Prometheus sees it as up.
         """
         wanted = request.query_params.get("neuron", neurons[0].name if neurons else "")
         for neuron in neurons:
             if neuron.name == wanted:
                 text, seen = b"", observe(neuron.folder, time.time())
-                # Only a miner has a launcher, and its page may run without it.
+                # Only a miner has a launcher, and the page may run without the launcher.
                 if seen.launch is not None:
                     own = MetricsRegistry()
                     away = seen.launch.state == "stopped" or (seen.gone and seen.gone.value)
                     own.set("launcher_running", float(not away))
                     text = own.text().encode()
-                # Metrics of the ranks, and of their launcher.
+                # Add the metrics of the ranks and of their launcher.
                 for file in ("metrics.prom", "launcher.prom"):
                     try:
                         text += (neuron.folder / file).read_bytes()
@@ -270,7 +270,7 @@ def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
         return PlainTextResponse("no such neuron\n", 404)
 
     async def failed(request: Request, error: Exception) -> Response:
-        # uvicorn, to which Starlette raises it again, is silent.
+        # Starlette raises the error again, but uvicorn does not log it.
         why = f"{type(error).__name__}: {error}"
         log.warning("The page failed to answer %.80r (%.200s)", request.url.path, why)
         return PlainTextResponse("a defect: the log has it\n", 500)
@@ -285,7 +285,7 @@ def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
 
 
 def server(neurons: Sequence[NeuronState], *, token: str = "") -> uvicorn.Server:
-    """Return the server of the page over ``neurons``; see the module."""
+    """Return the server of the page for ``neurons``; see the module."""
 
     class PageConnection(BoundedConnection):
         bounds = Bounds(most=_CONNECTIONS, of_client=_CONNECTIONS, patience=_PATIENCE)
@@ -293,7 +293,7 @@ def server(neurons: Sequence[NeuronState], *, token: str = "") -> uvicorn.Server
     config = uvicorn.Config(
         application(neurons, token=token),
         http=PageConnection,
-        log_level="critical",  # it would warn of each malformed request of anybody
+        log_level="critical",  # it would warn about every malformed request
         access_log=False,
         ws="none",
         lifespan="off",
@@ -307,12 +307,12 @@ def _print(text: str, level: int = logging.ERROR) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve the dashboard; return 2 for arguments that cannot work, with one line."""
+    """Serve the dashboard; for arguments that cannot work, print one line and return 2."""
     parser = argparse.ArgumentParser(prog="python -m distributed_training.telemetry.page")
     parser.add_argument("folders", nargs="+", type=Path, help="run folders")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8010, help="0: any free port")
-    parser.add_argument("--with-parent", type=int, help="socket of whoever started it")
+    parser.add_argument("--with-parent", type=int, help="socket of the parent process")
     parser.add_argument(
         "--beside-miner", action="store_true", help="wait for the run folder and the port"
     )
@@ -327,7 +327,7 @@ def main(argv: list[str] | None = None) -> int:
         token = secret.get_secret_value() if secret is not None else ""
         parent.end_with_parent()
         send_line = lambda text, level: parent.send(ChildLog(level, text))
-    if not of_miner and len(folders) > 1:  # runs/* may hold more than run folders
+    if not of_miner and len(folders) > 1:  # runs/* may contain other files
         folders = [folder for folder in folders if is_run_folder(folder)] or folders
     try:
         serve(
@@ -341,10 +341,10 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         send_line(f"error: {error}", logging.ERROR)
         return ExitStatus.BAD_CONFIGURATION
-    except OSError as error:  # a disk may come back, so do not end with a final status
+    except OSError as error:  # the disk may come back, so do not exit with a final status
         send_line(f"the page cannot begin ({error}): check the run folder's disk", logging.ERROR)
         return ExitStatus.FAULT
-    except KeyboardInterrupt:  # uvicorn raises the signal again, of pm2 or Ctrl-C, at its end
+    except KeyboardInterrupt:  # uvicorn raises pm2's signal or Ctrl-C again when it ends
         pass
     return ExitStatus.STOPPED
 
@@ -360,9 +360,9 @@ def serve(
 ) -> None:
     """Serve the page of ``folders`` until a signal. Raises ConfigError, OSError.
 
-    ``of_miner``: host and port are settings of a miner, whose folder may not exist yet, and the
-    page waits for an address that is in use or does not exist yet. The page of a launcher ends with
-    the miner, and the separate page, which waited, takes over the port.
+    ``of_miner``: host and port are settings of a miner, whose folder may not exist yet; the page
+    waits if the address is in use or does not exist yet. A launcher's page ends with the miner, and
+    a separate page that was waiting takes over the port.
     """
     flags = "--neuron.page_" if of_miner else "--"
     for folder in folders:
@@ -389,7 +389,7 @@ def serve(
             time.sleep(_TAKE_OVER_SECONDS)
     os.nice(_NICENESS)
     limit_resources()  # a file stays open for each folder
-    # After the port is ours: reading takes seconds, and a port in use is reported before.
+    # Read the files after listening: it takes seconds, and a port in use should be reported first.
     names = [folder.name for folder in folders]
     neurons = [
         NeuronState(
@@ -403,13 +403,13 @@ def serve(
 
 _MAY_COME = {
     errno.EADDRINUSE: "is taken ({}), maybe by another page of this miner",
-    # A VPN whose address it is may come up later.
+    # A VPN with this address may come up later.
     errno.EADDRNOTAVAIL: "is no address of this machine yet ({})",
 }
 
 
 def check_address(host: str, port: int, token: str, flags: str) -> None:
-    """Raise ConfigError for an address that is none, or that lacks a token."""
+    """Raise ConfigError if the address is not valid, or needs a token that is missing."""
     try:
         loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
