@@ -52,7 +52,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 def sync_folder(folder: Path) -> None:
     """Make the folder's entries (a rename, a new file) survive a power loss.
 
-    Do nothing if the file system does not support this, like some network disks and vboxsf.
+    Do nothing if the file system does not support this, such as vboxsf and some network disks.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:

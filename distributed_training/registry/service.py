@@ -51,7 +51,7 @@ from .store import CLOCK_SKEW, CannotStore, Registry, Replayed
 
 log = logging.getLogger(__name__)
 
-MAX_BODY = 256 * 1024  # bytes; the MD5s of an upload's 4096 parts take 150 thousand
+MAX_BODY = 256 * 1024  # bytes; the MD5s of an upload's 4096 parts take about 150 KB
 # Registrations per second from one address.
 _REGISTRATIONS_PER_SECOND, _REGISTRATIONS_BURST = 1 / 60, 32.0
 # Grants per second to one hotkey, if they ask the store.

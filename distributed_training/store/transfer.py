@@ -228,7 +228,7 @@ def download(
     """Download one object into ``path``, in parallel ranges, complete or not at all.
 
     An interrupted download of the same object continues where it stopped, even in another process.
-    ``limit``: the most bytes that the object may have; ``deadline`` (time.monotonic()): the end of
+    ``limit``: the object's maximum size in bytes; ``deadline`` (time.monotonic()): the end of
     the whole download, after which no range is begun. Up to ``CONCURRENT`` ranges are in memory at
     once. ``DISK_RESERVE`` bytes stay free for the checkpoints.
 

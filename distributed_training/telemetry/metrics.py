@@ -130,7 +130,7 @@ for _name, _about in {
     "global_outer_step": "outer step of the network",
     # machine
     "clock_offset_seconds": "how far this machine's clock is ahead",
-    "disk_free_bytes": "free disk of the run folder",
+    "disk_free_bytes": "free space on the run folder's disk",
     "disk_needed_bytes": "disk for an upload, a checkpoint and the reserve",
     "memory_bytes": "resident memory of rank 0 and its processes",
     "memory_total_bytes": "memory limit of the machine or cgroup",

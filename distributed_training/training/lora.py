@@ -225,7 +225,7 @@ class Lora(CausalLM):
     ) -> str:
         """Return how a script's ``model`` uses its adapters differently; empty if it does not.
 
-        Comparing tensors cannot show such differences: ``alpha``, DoRA, a merged adapter.
+        Comparing tensors would not reveal a different ``alpha``, DoRA or a merged adapter.
         """
         from peft.tuners.lora import LoraLayer
 

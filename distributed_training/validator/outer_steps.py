@@ -259,8 +259,9 @@ class OuterSteps(OwnCopy):
     def is_free(self, period: float) -> bool:
         """Return whether nobody leads the network.
 
-        A leader renews the state within half a ``period`` (seconds). Raises AnotherLeadsError if
-        another process has renewed it since the start.
+        A leader renews the state at least once every half ``period`` (in seconds).
+
+        Raises AnotherLeadsError if another process has renewed it since the start.
         """
         assert self.state is not None
         found = self.stored_state()

@@ -404,7 +404,7 @@ def test_newcomer_that_takes_over_ends_the_leader(base: Base) -> None:
         world.config = config
     world.tick()
     first._looked = -100.0
-    with pytest.raises(AnotherLeadsError, match=r"leads since .* so this one stops"):
+    with pytest.raises(AnotherLeadsError, match=r"led at .* so this one stops"):
         first.tick()
     world.tick()
 

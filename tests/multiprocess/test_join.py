@@ -167,7 +167,7 @@ WRONG: dict[str, tuple[Callable[[str, Path], list[str]], str]] = {
         "its rules are not those of the invitation",
     ),
     "cut": (lambda line, here: [line[:-30]], "the invitation (URL#DIGEST.SECRET) is inc"),
-    "no digest": (lambda line, here: [line.partition("#")[0]], "whose part behind # is missing"),
+    "no digest": (lambda line, here: [line.partition("#")[0]], "whose part after # is missing"),
     "away": (
         lambda line, here: [re.sub(r":\d+/", f":{free_ports(1)[0]}/", line)],
         "does not answer",
@@ -178,7 +178,7 @@ WRONG: dict[str, tuple[Callable[[str, Path], list[str]], str]] = {
     ),
     "wallet folder": (
         lambda line, here: [line, "--wallet.path", str(here / ".env" / "wallets")],
-        "give --wallet.path",
+        "use --wallet.path",
     ),
     "no folder": (lambda line, here: [line, "--folder", ".env"], "--folder .env cannot be used"),
     "no keys": (
@@ -276,7 +276,7 @@ def test_no_invitation_is_made_to_a_file_that_the_registry_does_not_serve(
     other.write_text(lab.file.read_text() + "# changed\n")
     assert lab.founder("invite", "--network", str(other)) == 2
     assert "does not serve" in capsys.readouterr().err
-    assert lab.founder("invite") == 2 and "neither" in capsys.readouterr().err
+    assert lab.founder("invite") == 2 and "no registry was named" in capsys.readouterr().err
 
 
 def test_an_invitation_is_three_lines_where_the_file_names_the_software(

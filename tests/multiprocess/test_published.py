@@ -158,7 +158,7 @@ def test_damaged_object_in_the_bucket_is_one_line_and_never_read(
     with pytest.raises(NetworkFailure) as refused:
         fetch_published(member, lambda: BucketReader(store))
     line = str(refused.value)
-    assert "\n" not in line and WRONG[wrong] in line and "nothing was trained on" in line
+    assert "\n" not in line and WRONG[wrong] in line and "nothing was started" in line
     # Nothing that a reader of the folder would take for a file of it.
     held = [p for p in member.run_folder.rglob("*") if p.is_file() and p.name[0] != "."]
     assert name not in {hashlib.sha256(p.read_bytes()).hexdigest() for p in held}

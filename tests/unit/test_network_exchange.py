@@ -170,13 +170,12 @@ def test_the_formula_gives_the_bytes_of_a_real_file(codec: str) -> None:
 
 
 def test_the_table_of_scaling_is_the_formula_s() -> None:
-    """For 4 billion parameters, 1,000 Mbit/s and three forward passes for each upload."""
+    """For 4 billion parameters, 1,000 Mbit/s."""
     figure = json.loads((ROOT / "docs" / "figures" / "growth.json").read_text())
     units = {"MB": 1e6, "GB": 1e9, "s": 1.0, "min": 60.0, "$": 1.0}
     rows: dict[str, Callable[[Growth], float]] = {
         "validator receives": lambda of: of.validator_receives,
         "validator receives for": lambda of: 8 * of.validator_receives / 1e9,
-        "validator judges for": lambda of: of.members * 3 * 2 * 4e9 * 2 * 100 * 1024 / 400e12,
         "validator sends": lambda of: of.validator_sends,
         "store sends": lambda of: of.store_sends,
         "store keeps": lambda of: of.stored,

@@ -200,7 +200,7 @@ def test_the_canonical_form_is_the_documents() -> None:
                 ([f"n{i}=b#{'0' * 64}" for i in range(17)], "up to 16"),
             )
         ),
-        ("[round] ", "[round]\nheld_out_rise = -1.0\n#", "-1.0 is less than 0"),
+        ("[round]\n", "[round]\nheld_out_rise = -1.0\n", "-1.0 is less than 0"),
         ("version = 1 ", 'private = "LAN"\nversion = 1 ', "private in "),
         ("version = 1 ", 'software = "--index-url=a"\nversion = 1 ', "software '--index-url=a'"),
         ("version = 1 ", 'software = "a; b"\nversion = 1 ', "software 'a; b'"),
@@ -485,7 +485,7 @@ def test_network_given_by_url_is_read_from_its_kept_copy_offline(
     answers = {
         "<html>back soon</html>": "is not a network's file",
         "x" * (2 << 20): "is not a network's file",
-        bobs: f"another founder's ({BOB.ss58_address})",
+        bobs: f"from another founder ({BOB.ss58_address})",
     }
     for text, words in answers.items():
         with monkeypatch.context() as answered:

@@ -358,7 +358,7 @@ def serve(
     of_miner: bool = True,
     send_line: Callable[[str, int], None] = _print,
 ) -> None:
-    """Serve the page of ``folders`` until a signal. Raises ConfigError, OSError.
+    """Serve the page for ``folders`` until a signal stops it. Raises ConfigError, OSError.
 
     ``of_miner``: host and port are settings of a miner, whose folder may not exist yet; the page
     waits if the address is in use or does not exist yet. A launcher's page ends with the miner, and
