@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -129,15 +128,12 @@ def run(world: HivemindWorld, case: Disturbance, closes: int) -> list[Manifest]:
 
 
 def check(case: Disturbance, manifests: list[Manifest]) -> None:
-    other = []
     for averaging in [manifest.averaging for manifest in manifests]:
         assert averaging is not None and averaging.source in case.sources, averaging
-        if averaging.source == "merge" and not re.search(case.why, averaging.why):
-            other.append(averaging.why)
+        if averaging.source == "merge" and case.why:
+            assert any(word in averaging.why for word in case.why.split("|")), averaging
         if case.named:
             assert BAD in averaging.suspects, averaging
-    # On a busy machine a peer may be too slow once.
-    assert len(other) <= len(manifests) // 9, other
 
 
 @pytest.mark.parametrize("name", CORE)
