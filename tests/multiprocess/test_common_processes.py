@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from distributed_training.common import processes
 from distributed_training.common.processes import (
     ProcessId,
     Program,
@@ -273,3 +274,17 @@ def test_a_program_ends_in_order_or_is_killed_in_time() -> None:
     wait_for(lambda: good.lines == ["ready", "saved"], "its last line", 10)
     for one in (good, deaf):
         assert not psutil.pid_exists(one.program.pid) and one.program.refused is None
+
+
+@pytest.mark.parametrize("steady, grows", [(600.0, True), (0.0, False)])
+def test_pauses_grow_unless_the_program_had_lived_for_long(
+    monkeypatch: pytest.MonkeyPatch, steady: float, grows: bool
+) -> None:
+    monkeypatch.setattr(processes, "_STEADY_SECONDS", steady)
+    monkeypatch.setattr(processes, "_FIRST_WAIT", timedelta(milliseconds=1))
+    kept = Kept("print('begun'); raise SystemExit(1)")
+    try:
+        wait_for(lambda: kept.said("begun") >= 3, "a third start", 60)
+        assert (kept.program._backoff.failures >= 2) == grows
+    finally:
+        kept.program.close()

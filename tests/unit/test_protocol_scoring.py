@@ -64,6 +64,12 @@ def test_assigned_is_a_moving_average_of_a_comparison() -> None:
     assert board.assigned_score(1) == pytest.approx(0.05 * 0.95**2)
 
 
+def test_two_uids_are_rated_by_what_part_of_their_loss_went() -> None:
+    board = ScoreBoard([1, 2])
+    board.update_round(random={1: (4.0, 3.8), 2: (1.0, 0.9)}, assigned={})
+    assert board.rating(2)[0] > 25 > board.rating(1)[0]
+
+
 def test_one_uid_has_nobody_to_be_compared_with() -> None:
     board = ScoreBoard([1, 2])
     before = board.rating(1)

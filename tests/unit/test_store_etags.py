@@ -20,6 +20,7 @@ import pytest
 from distributed_training.store import transfer
 from distributed_training.store.base import PartInfo, Section
 from distributed_training.store.errors import (
+    AccessDeniedError,
     IntegrityError,
     StoreError,
     TakenError,
@@ -137,6 +138,19 @@ def test_one_answer_that_an_upload_is_gone_costs_nothing(
     assert send(store, path) == 3 * PART
     assert content(store) == path.read_bytes()
     assert store.received == 3 * PART and not store.lost
+
+
+def test_no_parts_are_left_where_the_store_refuses_to_join_them(tmp_path: Path) -> None:
+    store, path = Store("md5"), tmp_path / "model"
+    path.write_bytes(os.urandom(3 * PART))
+
+    def refuse(*_: object) -> str:
+        raise AccessDeniedError("403 of CompleteMultipartUpload")
+
+    store.complete_multipart = refuse  # type: ignore[method-assign]
+    with pytest.raises(AccessDeniedError):
+        send(store, path)
+    assert list(store.list_multiparts("")) == []
 
 
 def of_other_parts(etag: str) -> str:

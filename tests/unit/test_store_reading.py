@@ -16,7 +16,7 @@ import pytest
 
 from distributed_training.store import transfer
 from distributed_training.store.base import ObjectInfo
-from distributed_training.store.bucket_reader import BucketReader
+from distributed_training.store.bucket_reader import BucketReader, StateUnavailable
 from distributed_training.store.errors import (
     DeadlineError,
     IntegrityError,
@@ -238,3 +238,10 @@ def test_a_disk_that_does_not_answer_is_a_line(
     monkeypatch.setattr(shutil, "disk_usage", stale)
     line = transfer.describe_full_disk(tmp_path, 1)
     assert line is not None and "UPLOAD BLOCKED" in line and "does not answer" in line
+
+
+def test_a_file_of_another_digest_is_deleted(published: MemoryObjectStore, tmp_path: Path) -> None:
+    reader, path = BucketReader(published, large=timedelta(minutes=1)), tmp_path / "model"
+    with pytest.raises(StateUnavailable, match="the manifest has 0000"):
+        reader.fetch_signed(KEY, path, "0" * 64, limit=2000)
+    assert not path.exists()

@@ -412,6 +412,42 @@ def test_a_newcomer_takes_nothing_where_manifests_do_not_lead_to_the_head(
     assert "another history" in line
 
 
+def test_a_head_that_changes_between_two_reads_is_not_taken(
+    leader: Leader, store: FaultyStore, tmp_path: Path
+) -> None:
+    """The state's head is read first; the chain is then read again up to it."""
+    ours = leader.take_outer_step()
+    key = keys.outer_key(1, keys.MANIFEST)
+    first = store.get(key, limit=10**5)
+    leader.chain.pop()
+    leader.publish_manifest(serial=99)
+    answers = iter([first])
+    store.faults["get", key] = lambda found: next(answers, found)
+    leader.put_state(serial=9, head=ours.digest)
+    miner = Miner(leader.store, tmp_path / "rounds", leader.time)
+    assert miner.pass_time(100) == []
+
+
+def test_a_manifest_is_not_asked_for_from_before_a_recovery(
+    leader: Leader, store: FaultyStore, miner: Miner
+) -> None:
+    leader.recover(above=20, to=0)
+    leader.move_close()
+    miner.pass_time(60)
+    assert miner.head == 21 and not store.asked["get", keys.outer_key(1, keys.MANIFEST)]
+
+
+def test_older_bytes_of_a_cache_are_asked_for_again_at_the_next_turn(
+    leader: Leader, store: FaultyStore, miner: Miner
+) -> None:
+    older = store.get(keys.STATE, limit=10**5)
+    answers = iter([older])
+    store.faults["get", keys.STATE] = lambda found: next(answers, found)
+    leader.take_outer_step()
+    miner.pass_time(60)
+    assert miner.head == 1
+
+
 @pytest.mark.parametrize(
     "fault",
     [
