@@ -113,7 +113,7 @@ def join(options: argparse.Namespace, words: Sequence[str]) -> int:
     config, _ = enter(options.folder, words)
     here = Path.cwd()
     # If members train on text of their own and no text is named here, a script may read it.
-    by_script = config.data.own and not config.data.own_text and not config.takes_ports
+    by_script = config.data.own and not config.data.own_text and not config.averages
     status = doctor.main(["--script"] if by_script else [])
     # Before the network has begun, some of the doctor's checks fail.
     when = "the start, once nothing fails" if status else "the start"
@@ -156,13 +156,13 @@ def enter(
     config.run_folder.mkdir(parents=True, exist_ok=True)
     save_copy(config.network, config.run_folder)
     if not OPERATORS_FILE.exists():
-        write_bytes(OPERATORS_FILE, _toml_of(given, ports=config.takes_ports).encode())
+        write_bytes(OPERATORS_FILE, _toml_of(given, ports=config.averages).encode())
     with atomic_file(_DOTENV, private=True) as file:
         file.write(_dotenv_with(variables).encode())
     here = Path.cwd()
     secrets = "keys" if config.has_bucket else "invitation"
     print(f"{config.network.line}\nsettings {here / OPERATORS_FILE}, {secrets} {here / _DOTENV}")
-    if not config.takes_ports:
+    if not config.averages:
         print(
             "your own script can join from here too: distributed_training.model_config() returns "
             "the model's config.json (docs/join-a-script.md)"

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import re
-import shlex
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
-
-from pydantic import SecretStr
 
 from distributed_training.common.addresses import keeps_secrets, reach
 from distributed_training.network import Network
@@ -175,11 +171,6 @@ class Config(AllSettings):
         return self.rounds.exchange == "hivemind"
 
     @property
-    def takes_ports(self) -> bool:
-        """True if the members of this network connect to each other's machines."""
-        return self.averages
-
-    @property
     def tokens_of_step(self) -> int:
         """The number of tokens in one miner's inner step."""
         training = self.training
@@ -201,17 +192,14 @@ class Config(AllSettings):
 # Each problem is one line: cause, consequence, remedy. These checks need neither network nor GPU;
 # ``health`` checks the machine.
 
-# Fields of StoreSettings, and how many characters each has at R2. A commitment on a public chain
-# has no separators: validators drop a commitment whose parts are longer or shorter.
-_KEYS = {
-    "account_id": 32,
-    "read_access_key_id": 32,
-    "read_secret_access_key": 64,
-    "write_access_key_id": 32,
-    "write_secret_access_key": 64,
-}
-#: The variables that contain these values.
-KEY_VARIABLES = tuple(f"R2_{name.upper()}" for name in _KEYS)
+#: The variables of an operator's own bucket at R2.
+KEY_VARIABLES = (
+    "R2_ACCOUNT_ID",
+    "R2_READ_ACCESS_KEY_ID",
+    "R2_READ_SECRET_ACCESS_KEY",
+    "R2_WRITE_ACCESS_KEY_ID",
+    "R2_WRITE_SECRET_ACCESS_KEY",
+)
 
 
 def problems(config: Config) -> list[str]:
@@ -259,27 +247,11 @@ def check_values(config: Config) -> Iterator[str]:
 
 
 def check_exports(config: Config) -> Iterator[str]:
-    command = config.validator.export_command
-    if not command:
-        return
-    if not config.validator.export_every:
+    if config.validator.export_command and not config.validator.export_every:
         yield (
             "--validator.export_command is given but --validator.export_every is 0, so it would "
             "never run: set --validator.export_every 10"
         )
-    try:
-        program = (shlex.split(command) or [""])[0]
-    except ValueError as error:
-        yield (
-            f"--validator.export_command cannot be split into words ({error}), so it could not be "
-            "run: close its quotation marks"
-        )
-    else:
-        if shutil.which(program) is None:
-            yield (
-                f"--validator.export_command names {program!r:.100}, which is not a program here, "
-                "so it could not be run: give the full path, and chmod +x"
-            )
 
 
 def check_own_text(config: Config) -> Iterator[str]:
@@ -330,7 +302,7 @@ def check_schedule(config: Config) -> Iterator[str]:
 
 
 def check_exchange(config: Config) -> Iterator[str]:
-    if config.of_script and config.takes_ports:
+    if config.of_script and config.averages:
         yield (
             f"{config.general.network} averages over hivemind, which needs ports and a bucket of "
             "its own, so a script cannot join it: run dt-miner instead"
@@ -383,40 +355,15 @@ def check_keys(config: Config) -> Iterator[str]:
     wanted = "one to read and write"
     if not config.has_bucket:
         where, wanted = "a key of the store", "write and delete"
-    keys = {}
-    for variable in config.key_variables:
-        value = getattr(config.store, variable.removeprefix("R2_").lower())
-        keys[variable] = value.get_secret_value() if isinstance(value, SecretStr) else value or ""
-    # Report only the missing keys, since they cannot be compared.
-    if missing := [variable for variable, text in keys.items() if not text]:
+    absent = [
+        variable
+        for variable in config.key_variables
+        if not getattr(config.store, variable.removeprefix("R2_").lower())
+    ]
+    if absent:
         yield (
-            f"{', '.join(missing)} not set, so nothing could be uploaded: put them into .env "
+            f"{', '.join(absent)} not set, so nothing could be uploaded: put them into .env "
             f"({where} to read, {wanted})"
-        )
-        return
-    if not config.has_bucket:
-        return  # no key is published
-    for part in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
-        if "" != keys[f"R2_READ_{part}"] == keys[f"R2_WRITE_{part}"]:
-            yield (
-                f"R2_READ_{part} and R2_WRITE_{part} are equal, and the read key is published on "
-                "the chain for ever, so anybody could overwrite this bucket: create a second token "
-                "that can only read (at R2: dashboard, Manage API tokens) and put it into .env"
-            )
-    if config.any_key:
-        return
-    for variable, text in keys.items():
-        published, length = "_WRITE_" not in variable, _KEYS[variable.removeprefix("R2_").lower()]
-        if not text or len(text) == length or (own_store and not published):
-            continue
-        consequence = "the store would refuse every upload"
-        if published:
-            consequence = "validators would drop this miner's commitment"
-        remedy = "copy it again from the R2 dashboard into .env"
-        if own_store:
-            remedy = "a public chain needs a store whose keys are as long as R2's"
-        yield (
-            f"{variable} has {len(text)} characters instead of {length}, so {consequence}: {remedy}"
         )
 
 
