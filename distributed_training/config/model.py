@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from distributed_training.common.addresses import keeps_secrets, reach
 from distributed_training.network import Network
@@ -16,7 +14,7 @@ from distributed_training.protocol.pages import PageDraw
 
 from .installed import missing
 from .settings import AllSettings
-from .types import ConfigError, Domain, parse_domains, show
+from .types import Domain, parse_domains, show
 
 Kind = Literal["miner", "validator"]
 
@@ -233,17 +231,6 @@ def check_values(config: Config) -> Iterator[str]:
             f"{source} is empty, so the miner would begin again in {config.run_folder} without "
             "its checkpoints: name a folder, or remove this setting"
         )
-    url, bucket = config.store.endpoint_url or "", config.store.global_model_name
-    name = urlsplit(url).path.rstrip("/").rpartition("/")[2]
-    if name == bucket or re.fullmatch(rf"{re.escape(bucket)}-\d{{3,}}", name):
-        yield (
-            f"--r2.endpoint_url {url} ends with a bucket's name, which is added later, so uploads "
-            f"would go where no validator looks: leave out /{name}"
-        )
-    try:
-        _ = config.data.spec
-    except ConfigError as error:
-        yield str(error)
 
 
 def check_exports(config: Config) -> Iterator[str]:

@@ -151,10 +151,6 @@ class Schema:
             names = {spelling.rpartition(".")[2]: s for spelling, s in self._spellings.items()}
             names |= self._spellings
             close = difflib.get_close_matches(canonical(name), names, n=1, cutoff=0.8)
-            section, dot, _ = canonical(name).rpartition(".")
-            alike = [each for each in names if dot and each.startswith(section + dot)]
-            if not close and len(alike) == 1:  # the only flag of that section
-                close = alike
             hint = f"did you mean --{names[close[0]].name}?" if close else "see --help"
             raise ConfigError(f"--{name} is not a known flag, so nothing was started: {hint}")
         return setting

@@ -8,6 +8,7 @@ group is for; the text below a field is its help.
 from __future__ import annotations
 
 import dataclasses
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal
@@ -24,7 +25,6 @@ from .types import (
     MINUTE,
     SECOND,
     SETTINGS,
-    ConfigError,
     Count,
     CountFrom0,
     Duration,
@@ -137,15 +137,9 @@ class SourceSpec:
 
 
 def parse_source(text: str) -> SourceSpec:
-    """Read one source (``parquet:DIR``). Raises ConfigError."""
+    """Read one source (``parquet:DIR``)."""
     kind, _, folder = text.partition(":")
-    try:
-        return SourceSpec(kind, Path(folder).expanduser() if folder else None)
-    except RuntimeError:
-        raise ConfigError(
-            f"--data.source {text}: no user has this name, so there is nothing to train on: give "
-            "the full path"
-        ) from None
+    return SourceSpec(kind, Path(os.path.expanduser(folder)) if folder else None)
 
 
 @dataclass(frozen=True, config=SETTINGS)
@@ -197,7 +191,7 @@ class DataSettings:
 
     @property
     def spec(self) -> SourceSpec:
-        """The source. Raises ConfigError."""
+        """The source."""
         return SourceSpec("own", None) if self.own else parse_source(self.source)
 
 
@@ -209,8 +203,7 @@ class RoundSettings:
     """where an outer step's update comes from: 'store', the merge of the accepted uploads, or
     'hivemind', the members' all-reduce if it passes the checks"""
     grace: Duration = rule("round.grace", 10 * MINUTE, ge=SECOND, le=DAY)
-    """how long uploads are accepted after a close; at most a third of the
-    period"""
+    """how long uploads are accepted after a close; at most a third of the period"""
     average_after: Duration = rule("round.average_after", 60 * SECOND, ge=0 * SECOND, le=DAY)
     """with exchange 'hivemind': how long after a close the members begin to average; all must have
     written their uploads by then, and the average must end within round.grace"""
@@ -218,8 +211,7 @@ class RoundSettings:
     """with exchange 'hivemind': uploads per close that the validator fetches and judges, drawn at
     random; 0: all"""
     least: Count = rule("round.least", 1)
-    """fewest accepted uploads that make an outer step; with fewer, the close moves
-    by a period"""
+    """fewest accepted uploads that make an outer step; with fewer, the close moves by a period"""
     codec: str = rule("round.codec", "4-bit")
     """how uploads write values: '4-bit', '3-bit' or '2-bit' for each value, or a codec that a
     module of --plugins registers"""
@@ -230,8 +222,8 @@ class RoundSettings:
     period: Duration = rule("round.period", ge=SECOND, le=7 * DAY)
     """time from one close to the next, such as "30m"; at least three times round.grace"""
     held_out_rise: float = rule("round.held_out_rise", 0.25, ge=0, le=1000)
-    """an outer step is refused if it raises the held-out loss by
-    more than this, in nats per token"""
+    """an outer step is refused if it raises the held-out loss by more than this, in nats per
+    token"""
     stop_outer_steps: int | None = rule("stop.outer_steps", ge=1, le=10**9)
     """the network's last outer step: no close follows it"""
     stop_tokens: int | None = rule("stop.tokens", ge=1, le=10**18)
@@ -307,8 +299,8 @@ class StoreSettings:
     """'registry': the registry hands out URLs to the global bucket; 'own': each member has its own
     bucket, whose read key it commits to the chain"""
     hosts: Words[HostPort] = rule("store.hosts", ())
-    """hosts, or HOST:PORT, that the registry may send members to, in
-    addition to those of store.endpoint and store.public_url"""
+    """hosts, or HOST:PORT, that the registry may send members to, in addition to those of
+    store.endpoint and store.public_url"""
     public_url: WebUrl | None = rule("store.public_url")
     """URL at which anybody can read the global bucket without the registry"""
     connect_timeout: timedelta = 10 * SECOND

@@ -132,48 +132,6 @@ def test_any_variable_with_any_text(setting: Setting, text: str) -> None:
         assert text.strip() not in result
 
 
-values = st.recursive(
-    st.one_of(
-        st.floats(), st.integers(-(2**63), 2**63 - 1), st.booleans(), st.text(max_size=20),
-        st.datetimes(),
-    ),
-    lambda inner: st.lists(inner, max_size=3),
-    max_leaves=4,
-)  # fmt: skip
-
-
-@pytest.mark.slow
-@settings(
-    max_examples=400,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(setting=st.sampled_from(FLAGS), value=values)
-def test_any_flag_with_any_value_in_a_file(tmp_path: Path, setting: Setting, value: Any) -> None:
-    path = tmp_path / "flags.toml"
-    path.write_text(f'"{setting.name}" = {toml(value)}\n', encoding="utf-8")
-    result = refusal_or_config("validator", ["--config", str(path)], KEYS)
-    if setting.name == "config":
-        assert isinstance(result, str) or result.general.config == path  # the command line's
-        return
-    assert_refused_or_right(setting, result, setting.name)
-
-
-def toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        escaped = "".join(
-            c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08X}"
-            for c in value
-            if not 0xD800 <= ord(c) < 0xE000
-        )
-        return f'"{escaped}"'
-    if isinstance(value, list):
-        return "[" + ", ".join(map(toml, value)) + "]"
-    return value.isoformat() if hasattr(value, "isoformat") else str(value)
-
-
 @settings(
     max_examples=300,
     deadline=None,

@@ -66,7 +66,6 @@ def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load("--neuron.run_folder", "~/run", "--data.source", "jsonl:~/text")
     assert config.run_folder == Path("/home/operator/run")
     assert config.data.spec.folder == Path("/home/operator/text")
-    assert "no user has this name" in refused("--data.source", "jsonl:~nobody-x/a")
 
 
 def test_lists_take_several_words_commas_and_repetition() -> None:
@@ -232,9 +231,6 @@ def test_the_user_part_of_a_url_is_never_shown() -> None:
         ("http://a.example:9000/#f", "leave out '/#f'"),
         ("https://a.eu.r2.cloudflarestorage.com/some/path", "leave out '/some/path'"),
         ("https://a.example/storage/v1/s3?x=1", r"leave out '/storage/v1/s3\?x=1'"),
-        ("https://a.example/storage/v1/s3/local/", "leave out /local$"),
-        ("https://a.example/storage/v1/s3/local-007", "leave out /local-007$"),
-        ("https://pub-12ab.r2.dev", "cloudflarestorage.com"),
         ("https://a.r2.cloudflarestorage.com", ""),
         ("https://project.supabase.co/storage/v1/s3", ""),
         ("https://gateway.example/s3/", ""),

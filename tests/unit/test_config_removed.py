@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distributed_training.config import Config, ConfigError
+from distributed_training.config import Config
 from distributed_training.config.loader import parser_of
 from distributed_training.config.removed import GONE, RULES
 from distributed_training.config.schema import schema
@@ -25,8 +25,6 @@ def test_removed_flags_of_any_spelling_are_one_line() -> None:
         dashes = [word for name in names for word in (name.replace("_", "-"), *more)]
         assert load(*dashes).warnings == (wanted,)
     assert load("--no_prompt", "--dht.port", "7").swarm.dht_port == 7
-    with pytest.raises(ConfigError, match=r"did you mean --subtensor\.chain_endpoint\?"):
-        load("--subtensor.retry_forever", "5")
     text, known = parser_of(schema("miner")).format_help(), schema("validator")
     for name in (*RULES, *GONE):
         assert f"--{name} " not in text and known.get(name) is None
