@@ -7,6 +7,7 @@ import random
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -26,29 +27,28 @@ def doubling(failures: int, *, first: timedelta, longest: timedelta) -> timedelt
     return min(first * 2 ** min(max(failures, 1) - 1, 30), longest)
 
 
+@dataclass(kw_only=True)
 class Backoff:
-    """Doubling waits with jitter, so that peers that failed together do not return together."""
+    """Doubling waits with jitter, so that peers that failed together do not return together.
 
-    def __init__(self, *, first: timedelta, longest: timedelta) -> None:
-        self._first = first
-        self._longest = longest
-        self._failures = 0
+    ``failures``: the number of consecutive failures.
+    """
+
+    first: timedelta
+    longest: timedelta
+    failures: int = field(default=0, init=False)
 
     def failed(self) -> timedelta:
         """Count a failure; return how long to wait, a random half to all of the doubled wait."""
-        self._failures += 1
-        wait = doubling(self._failures, first=self._first, longest=self._longest)
+        self.failures += 1
+        wait = doubling(self.failures, first=self.first, longest=self.longest)
         return wait * random.uniform(0.5, 1.0)
 
     def succeeded(self) -> None:
-        self._failures = 0
-
-    @property
-    def failures(self) -> int:
-        """The number of consecutive failures."""
-        return self._failures
+        self.failures = 0
 
 
+@dataclass
 class Throttle:
     """Let something pass at most once in ``every`` seconds, separately for each key.
 
@@ -56,36 +56,30 @@ class Throttle:
     keys that passed are remembered. ``clock`` returns monotonic seconds.
     """
 
-    def __init__(
-        self,
-        every: float,
-        *,
-        most: float = math.inf,
-        most_keys: int = 1024,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._every = every
-        self._most = most
-        self._window = -math.inf, 0  # when the window began, and how many have passed since
-        self._most_keys = most_keys
-        self._clock = clock
-        self._passed_at: OrderedDict[Hashable, float] = OrderedDict()
+    every: float
+    _: KW_ONLY
+    most: float = math.inf
+    most_keys: int = 1024
+    clock: Callable[[], float] = time.monotonic
+    # When the window began, and how many have passed since.
+    _window: tuple[float, int] = field(default=(-math.inf, 0), init=False)
+    _passed_at: OrderedDict[Hashable, float] = field(default_factory=OrderedDict, init=False)
 
     def __call__(self, key: Hashable = None) -> bool:
         """Return whether ``key`` may pass now; if so, its next ``every`` seconds begin."""
-        now, before = self._clock(), self._passed_at.get(key)
-        if before is not None and now - before < self._every:
+        now, before = self.clock(), self._passed_at.get(key)
+        if before is not None and now - before < self.every:
             return False
         began, passed = self._window
-        if now - began >= self._every:
+        if now - began >= self.every:
             began, passed = now, 0
-        if passed >= self._most:  # the key's own ``every`` seconds do not begin
+        if passed >= self.most:  # the key's own ``every`` seconds do not begin
             return False
         self._window = began, passed + 1
         self._passed_at[key] = now
         self._passed_at.move_to_end(key)
         # Keys may be addresses or texts that anybody chooses, so they must not fill memory.
-        if len(self._passed_at) > self._most_keys:
+        if len(self._passed_at) > self.most_keys:
             self._passed_at.popitem(last=False)
         return True
 
@@ -107,41 +101,40 @@ class Repeats:
         return f" ({held} more {times} since the last such line)" if held else ""
 
 
+@dataclass(kw_only=True)
 class Buckets:
     """Token buckets by key; beyond ``capacity`` the least recently used ones are forgotten.
 
     Not thread-safe.
     """
 
-    def __init__(
-        self,
-        *,
-        rate: float,
-        burst: float | None = None,
-        capacity: int = 4096,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._rate = rate
-        self._burst = max(1.0, rate * BURST_SECONDS if burst is None else burst)
-        self._capacity = capacity
-        self._clock = clock
-        self._levels: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
+    rate: float
+    burst: float | None = None
+    capacity: int = 4096
+    clock: Callable[[], float] = time.monotonic
+    _levels: OrderedDict[Hashable, tuple[float, float]] = field(
+        default_factory=OrderedDict, init=False
+    )
+
+    def __post_init__(self) -> None:
+        given = self.rate * BURST_SECONDS if self.burst is None else self.burst
+        self._most = max(1.0, given)
 
     def _level(self, key: Hashable, now: float) -> float:
-        level, then = self._levels.get(key, (self._burst, now))
-        return min(self._burst, level + (now - then) * self._rate)
+        level, then = self._levels.get(key, (self._most, now))
+        return min(self._most, level + (now - then) * self.rate)
 
     def empty(self, key: Hashable) -> bool:
-        return self._level(key, self._clock()) < 1.0
+        return self._level(key, self.clock()) < 1.0
 
     def draw(self, key: Hashable) -> bool:
         """Draw one token; return False if there is none."""
-        now = self._clock()
+        now = self.clock()
         level = self._level(key, now)
         enough = level >= 1.0
         # Keep the key even if it is refused: a forgotten key would get a full bucket again.
         self._levels[key] = (level - 1.0 if enough else level, now)
         self._levels.move_to_end(key)
-        if len(self._levels) > self._capacity:
+        if len(self._levels) > self.capacity:
             self._levels.popitem(last=False)
         return enough

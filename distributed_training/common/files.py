@@ -16,7 +16,6 @@ import functools
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -27,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from .backoff import Repeats, Throttle
+from .backoff import Repeats
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -41,7 +40,6 @@ LARGEST_STATE = 4 * 1024 * 1024  # bytes; our files have at most a few hundred t
 LONGEST_LINE = 1024 * 1024  # bytes
 
 _not_written = Repeats(600.0)
-_UNTOLD = Throttle(math.inf, most_keys=16)  # one warning per file system
 
 FSTAB = Path("/etc/fstab")
 #: Errors of file systems without hard links: exFAT, SMB and FUSE.
@@ -71,15 +69,7 @@ def free_bytes(folder: Path) -> int | None:
     Raises OSError.
     """
     usage = shutil.disk_usage(folder)
-    if usage.total:
-        return usage.free
-    if _UNTOLD(os.stat(folder).st_dev):
-        log.warning(
-            "The disk of %s does not report how much of it is free, so this is not checked before "
-            "something is written there: keep enough free yourself",
-            folder,
-        )
-    return None
+    return usage.free if usage.total else None
 
 
 @contextlib.contextmanager

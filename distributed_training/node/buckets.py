@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
 
@@ -220,6 +221,7 @@ class NoBucket(StoreError):
     """The hotkey's commitment names no usable bucket; the text says why."""
 
 
+@dataclass
 class PeerBuckets:
     """Opens other members' buckets.
 
@@ -227,26 +229,18 @@ class PeerBuckets:
     the same.
     """
 
-    def __init__(
-        self,
-        settings: StoreSettings,
-        chain: Chain,
-        *,
-        small: timedelta = PATIENCE,
-        large: timedelta = timedelta(minutes=30),
-    ) -> None:
-        self._settings = settings
-        self._chain = chain
-        self._small = small
-        self._large = large
-        self._known: dict[str, tuple[BucketCredentials, BucketReader]] = {}
+    settings: StoreSettings
+    chain: Chain
+    small: timedelta = PATIENCE
+    large: timedelta = timedelta(minutes=30)
+    _known: dict[str, tuple[BucketCredentials, BucketReader]] = field(default_factory=dict)
 
     def of_miner(self, neuron: Neuron) -> BucketReader:
         """Open a miner's bucket.
 
         Raises NoBucket, and ChainError while the chain has not answered yet.
         """
-        bucket = keys.miner_bucket(self._settings.global_model_name, neuron.uid)
+        bucket = keys.miner_bucket(self.settings.global_model_name, neuron.uid)
         return self._open(bucket, neuron.hotkey)
 
     def of_master(self, hotkey: str) -> BucketReader:
@@ -254,12 +248,12 @@ class PeerBuckets:
 
         Raises the same errors as :meth:`of_miner`.
         """
-        return self._open(self._settings.global_model_name, hotkey)
+        return self._open(self.settings.global_model_name, hotkey)
 
     def _open(self, bucket: str, hotkey: str) -> BucketReader:
         try:
-            any_length = self._settings.endpoint_url is not None
-            text = self._chain.commitment(hotkey) or ""
+            any_length = self.settings.endpoint_url is not None
+            text = self.chain.commitment(hotkey) or ""
             credentials = parse_commitment(text, any_length=any_length)
         except CommitmentError as error:
             raise NoBucket(f"hotkey {hotkey}: {error}") from None
@@ -269,9 +263,9 @@ class PeerBuckets:
         if known is not None and known[0] == credentials:
             return known[1]
         try:
-            store = open_store(self._settings, bucket, credentials=credentials)
+            store = open_store(self.settings, bucket, credentials=credentials)
         except ValueError as error:
             raise NoBucket(f"hotkey {hotkey}: {error}") from None
-        reader = BucketReader(store, small=self._small, large=self._large)
+        reader = BucketReader(store, small=self.small, large=self.large)
         self._known[bucket] = credentials, reader
         return reader

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -90,18 +89,12 @@ def test_a_plugin_that_fails_is_one_line(folder: Path, text: str, says: str) -> 
     assert raised.value.status == 2
 
 
-def test_a_plugin_that_is_missing_ends_each_program_with_status_2(
+def test_a_plugin_that_is_missing_ends_a_program_with_status_2(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert network_command(["show", "network.toml", "--plugins", "absent"]) == 2
-    assert capsys.readouterr().err.startswith(
-        "error: --plugins: the module absent cannot be imported"
-    )
-    words = [sys.executable, "-m", "distributed_training.miner", "--plugins", "absent"]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "--plugins: the module absent cannot be imported" in done.stderr
+    line = capsys.readouterr().err
+    assert line.startswith("error: --plugins: the module absent cannot be imported")
 
 
 def test_a_child_imports_the_modules_of_its_parent(folder: Path) -> None:

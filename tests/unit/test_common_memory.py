@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 from distributed_training.common.llama import named_config
 from distributed_training.common.memory import (
-    MARGIN,
     Arrangement,
     ModelShape,
     device_memory,
@@ -19,12 +17,8 @@ from distributed_training.common.memory import (
     host_memory,
     loss_chunk,
 )
-from distributed_training.config.settings import TrainingSettings
-from distributed_training.training.memory_plan import plan_memory
 from distributed_training.training.model import parameter_schema
-from tests.tools.training_world import (
-    tiny,
-)
+from tests.tools.training_world import tiny
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -84,37 +78,3 @@ def test_muon_saves_what_the_page_of_requirements_says() -> None:
     page = (Path(__file__).parents[2] / "docs" / "requirements.md").read_text()
     said = f"{gpu} bytes less of GPU memory, {host} of host memory and {disk} of disk"
     assert f"With Muon, each parameter takes up to {said}" in " ".join(page.split())
-
-
-#: Largest micro-batch by the card's memory in GB: 1b on one GPU and on four, then 4b.
-FITTING = {
-    12: ["does not fit", "4, host", "does not fit", "does not fit"],
-    16: ["2, host", "8, host", "does not fit", "1, host"],
-    24: ["8, host", "8, host", "does not fit", "4, host"],
-    40: ["16, host", "16", "1, selective, host", "8, host"],
-    80: ["16", "16", "8, host", "16"],
-    141: ["16", "16", "16", "16"],
-}
-
-
-@pytest.mark.parametrize("card", FITTING)
-def test_largest_micro_batch_of_a_card_stays_as_it_was(card: int) -> None:
-    found = [fitting(name, world, card) for name in ("1b", "4b") for world in (1, 4)]
-    assert found == FITTING[card]
-
-
-def fitting(name: str, world_size: int, card: int) -> str:
-    for checkpointing, micro_batch in itertools.product(
-        ("none", "budget", "selective", "full"), (16, 8, 4, 2, 1)
-    ):
-        plan = plan_memory(
-            TrainingSettings(activation_checkpointing=checkpointing),
-            model_config=named_config(name),
-            world_size=world_size,
-            micro_batch=micro_batch,
-            device_bytes=card * 10**9,
-        )
-        if plan.bytes_needed <= MARGIN * card * 10**9:
-            how = [str(micro_batch)] + ([] if checkpointing == "none" else [checkpointing])
-            return ", ".join(how + ["host"] * plan.way.offload_optimizer)
-    return "does not fit"
