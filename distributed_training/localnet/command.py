@@ -5,27 +5,24 @@ from __future__ import annotations
 import argparse
 import shlex
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from distributed_training.config.loader import Parser, argument, exit_with, load_config, ranged
+from distributed_training.config.loader import Parser, argument, exit_with, ranged
 from distributed_training.config.types import ConfigError, File, Text
 from distributed_training.localnet.services import SubnetOptions, find_weed, parse_ranks
 from distributed_training.localnet.subnet import STORE_FOLDER, LocalSubnet, SubnetFailure
 from distributed_training.localnet.summary import View
 from distributed_training.node.start import StopNow, StopSignals
 from distributed_training.protocol.types import ExitStatus
-from distributed_training.scoring.export import ExportError, export_model, find_weights, sample
 from distributed_training.store.errors import StoreError
 from distributed_training.telemetry.page import PageProcess
 
 # After Ctrl-C, the miners get this long to stop, and then the founder's programs; with everything
 # else, the stop takes less than 15 s.
 INTERRUPT_GRACE = timedelta(seconds=6)
-_PROMPTS = ("def ", "import ", "class ", "    # ")
 _ROUND = 1.15  # time between two outer steps, in periods, including the round itself
 
 
@@ -116,34 +113,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     summary = subnet.summary(failures)
     if interrupted:  # then goals that were not reached are no problems
         summary = replace(summary, problems=(*failures, *subnet.problems))
-    # Write it before the sample, which takes seconds and may be ended by a second Ctrl-C.
     summary.write(subnet.folder)
     print(summary.text(), end="")
     print(f"logs: {subnet.folder}/*/log.txt")
-    if summary.ok and (not interrupted or (arguments.stay and done)):
-        # Export the model before emptying the validator's folder, from which it is read.
-        folder = subnet.folder / "model"
-        shutil.rmtree(folder, ignore_errors=True)
-        config = load_config(
-            "validator",
-            ["--network", str(subnet.folder / "network.toml")],
-            check=False,
-        )
-        try:
-            step, place = find_weights(subnet.validator.folder, None)
-            export_model(config, place, folder)
-            said = (sample(folder, prompt, tokens=200) for prompt in _PROMPTS)
-            text = subnet.folder / "sample.txt"
-            text.write_text("\n\n--------\n\n".join(said) + "\n", encoding="utf-8")
-            print(f"model of outer step {step}: {folder}\nwhat it writes: {text}")
-        except ExportError as error:
-            print(f"no sample: {error}", file=sys.stderr)
+    if summary.ok and not arguments.keep and (not interrupted or (arguments.stay and done)):
         # Delete buckets, checkpoints and uploads; logs, events and metrics are next to them.
-        bulk = [subnet.folder / STORE_FOLDER]
-        for neuron in subnet.neurons:
-            bulk += [path for path in neuron.folder.iterdir() if path.is_dir()]
-        for path in bulk if not arguments.keep else ():
-            shutil.rmtree(path, ignore_errors=True)
+        folders = [path for n in subnet.neurons for path in n.folder.iterdir() if path.is_dir()]
+        for folder in [subnet.folder / STORE_FOLDER, *folders]:
+            shutil.rmtree(folder, ignore_errors=True)
     print("interrupted" if interrupted else summary.verdict)
     return ExitStatus.INTERRUPTED if interrupted else int(not summary.ok)
 
@@ -178,7 +155,7 @@ def _run(
                 subnet.wait_until(lambda: False, timedelta(days=365))
         view.report("done; stopping")
     except (SubnetFailure, StoreError) as failure:
-        view.report(str(failure), style="red")
+        view.report(str(failure))
         return str(failure)
     except StopNow:
         view.report("interrupted; stopping")

@@ -117,6 +117,7 @@ class ChildFailure(RuntimeError):
     """A program failed, or a member could not join. The text is for the operator."""
 
 
+@dataclass(eq=False)
 class Child:
     """A long-running command, whose output goes to ``log.txt`` in its folder.
 
@@ -124,16 +125,16 @@ class Child:
     its children in order. If the orchestrator itself is killed, the kernel sends the child SIGTERM.
     """
 
-    def __init__(
-        self, *, name: str, command: Sequence[str], environment: Mapping[str, str], folder: Path
-    ) -> None:
-        self.name = name
-        self.command = list(command)
-        self.folder = folder
-        self.log = folder / "log.txt"
-        self.environment = dict(environment)
-        self._process: subprocess.Popen[bytes] | None = None
-        self.stopping = False
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+    folder: Path
+    stopping: bool = field(default=False, init=False)
+    _process: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log.txt"
 
     def start(self) -> None:
         """Start the command, appending to the log so that a neuron's restarts are in one file."""

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,28 +110,16 @@ class SubnetFailure(RuntimeError):
     """
 
 
+@dataclass(eq=False)
 class LocalNeuron(Child):
-    """A neuron's program, and its state as known from its events.
+    """A neuron's program, and the state of its run folder as known from its events.
 
-    ``state``: the state of the run folder; by default, ``folder`` is the run folder. ``flags``: the
-    neuron's settings, which are also part of ``command``.
+    ``flags``: the neuron's settings, which are also part of ``command``.
     """
 
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        folder: Path,
-        *,
-        state: NeuronState | None = None,
-        world_size: int = 1,
-        flags: Sequence[str] = (),
-    ) -> None:
-        super().__init__(name=name, command=command, environment=environment, folder=folder)
-        self.state = state or NeuronState(folder)
-        self.world_size = world_size
-        self.flags = flags
+    state: NeuronState
+    world_size: int = 1
+    flags: Sequence[str] = ()
 
     @property
     def uid(self) -> int:
@@ -154,7 +142,7 @@ class Founder(LocalNeuron):
         module = "distributed_training.network_command"
         command = [sys.executable, "-m", module, "run", str(network), *words]
         state = NeuronState(network / "validator", uid=0)
-        super().__init__("validator", command, environment, folder, state=state)
+        super().__init__("validator", command, dict(environment), folder, state=state)
         self._read = 0  # number of bytes of the log that were read
         self._answers = self._has_lost = False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +13,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import write_bytes, write_json
 from distributed_training.protocol.lines import counted
-from distributed_training.protocol.types import Base
 from distributed_training.telemetry.neuron_state import JudgedUploads, NeuronState
 
 
@@ -62,54 +61,32 @@ def event_line(event: Mapping[str, Any], *, of_validator: bool) -> str:
 
 
 def neuron_line(state: NeuronState) -> str:
-    """Return the status line of one neuron, with the most important values first."""
+    """Return the status line of one neuron."""
     head = f"{state.name:<10} {state.phase[:15]:<15} outer {state.outer_step:>2}"
-    if told := state.tables["held_out"]:  # only a validator reports it
-        totals = [
-            f"{uid}: {scores['total']:.2f}"
-            for uid, scores in sorted(state.scores.items())
-            if "total" in scores and uid in state.judged
-        ]
-        head += f"  held-out {held_out(told[-1])}"
-        return f"{head}  scores {', '.join(totals)}" if totals else head
-    last, rounds = state.steps[-1] if state.steps else None, state.tables["round"]
-    # Do not count rounds whose update did not include the miner's own upload.
-    taken = sum(r["ok"] and r.get("base", Base.MERGED.value) == Base.MERGED.value for r in rounds)
-    loss = f"{last.loss:6.3f}" if last and last.loss is not None else "     -"
-    rate = f"{last.tokens_per_second:6.0f}" if last and last.tokens_per_second else "     -"
-    return (
-        f"{head}  step {state.inner_step:>3}  loss {loss}  {rate} tok/s"
-        f"  uploads {len(state.uploads):>2}  rounds {taken}/{len(rounds)}"
-    )
+    if found := state.tables["held_out"]:  # only a validator reports it
+        return f"{head}  held-out {held_out(found[-1])}"
+    loss = f"{state.losses[-1].loss:6.3f}" if state.losses else "     -"
+    return f"{head}  step {state.inner_step:>3}  loss {loss}  uploads {len(state.uploads):>2}"
 
 
 class View:
     """Prints events, and the state of each neuron every 15 seconds."""
 
     def __init__(self) -> None:
-        self._console = Console(highlight=False)
         self._due = Throttle(15.0)
         self._started = time.monotonic()
-        if isinstance(self._console.file, io.TextIOWrapper):
-            self._console.file.reconfigure(errors="replace")  # for an ASCII terminal
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # for an ASCII terminal
 
-    def report(self, text: str, *, style: str = "") -> None:
+    def report(self, text: str) -> None:
         for line in text.splitlines() or [""]:
-            line = f"{clock(time.monotonic() - self._started)}  {line}"
-            self._console.print(Text(line, style=style), soft_wrap=True)
+            print(f"{clock(time.monotonic() - self._started)}  {line}", flush=True)
 
     def update(self, states: Sequence[NeuronState]) -> None:
         """Print the lines of the neurons that are due. It is cheap, so it may be called often."""
         for state in states:
             if self._due(state.name):
                 self.report(neuron_line(state))
-
-
-_LEGEND = (
-    "scored: how many of the uploads that the validator judged got a score.\n"
-    "random: rating of the uploads on text that all miners share. assigned: how often the uploads\n"
-    "improved the miner's own pages more than that text. total: the resulting score."
-)
 
 
 @dataclass(frozen=True)
@@ -178,12 +155,6 @@ class Summary:
     def text(self) -> str:
         """Return the summary as text for the terminal and for ``summary.txt``."""
         took = f"{len(self.outer_steps)} of {self.wanted_outer_steps} outer steps"
-        notes = []
-        for miner in self.miners:
-            # A few uploads without a score are normal. No score at all is reported as a problem.
-            if 0 < 2 * miner.uploads_scored < miner.uploads_judged:
-                notes.append(f"{miner.name}: most uploads were not scored: {miner.last_reset}")
-            notes += [f"{miner.name}: upload failed: {reason}" for reason in miner.failed_uploads]
         outer_steps = [
             (
                 step.outer_step,
@@ -214,8 +185,6 @@ class Summary:
             f"{took} in {self.seconds:.0f} s",
             _table(("outer step", "at", "round", "held-out loss", "took part"), outer_steps),
             _table(("miner", *figures, *kinds), miners),
-            "\n".join(notes),
-            _LEGEND,
             "\n".join(f"PROBLEM: {problem}" for problem in self.problems),
         ]
         return "\n" + "\n\n".join(part for part in parts if part) + "\n"
