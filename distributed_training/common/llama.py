@@ -50,25 +50,20 @@ def llama_config(
     }
 
 
-def local_llama_config(*, vocab_size: int = 264, sequence_length: int = 256) -> dict[str, Any]:
-    """Return the config of a byte-level model (1.9 M parameters), ``dt-network init``'s default."""
-    return llama_config(
-        hidden=192,
-        layers=4,
-        heads=6,
-        kv_heads=6,
-        intermediate=512,
-        vocab=vocab_size,
-        max_positions=max(512, sequence_length),
-    )
-
-
-#: Models with a vocabulary of 32,000 that ``dt-plan`` and ``dt-network init`` accept by name.
+#: Models that ``dt-plan`` and ``dt-network init`` accept by name. ``tiny`` reads bytes; the others
+#: have a vocabulary of 32,000.
 SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden": 192, "layers": 4, "heads": 6, "kv_heads": 6, "intermediate": 512},
     "125m": {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 12, "intermediate": 2048},
     "1b": {"hidden": 2048, "layers": 22, "heads": 32, "kv_heads": 4, "intermediate": 5632},
     "4b": {"hidden": 3072, "layers": 32, "heads": 24, "kv_heads": 8, "intermediate": 8960},
 }
+
+
+def local_llama_config(*, vocab_size: int = 264, sequence_length: int = 256) -> dict[str, Any]:
+    """Return the config of a byte-level model (1.9 M parameters), ``dt-network init``'s default."""
+    longest = max(512, sequence_length)
+    return llama_config(vocab=vocab_size, max_positions=longest, **SHAPES["tiny"])
 
 
 def named_config(name: str) -> dict[str, Any]:
@@ -76,17 +71,17 @@ def named_config(name: str) -> dict[str, Any]:
 
     They have 1.9 M, 125 M, 1.1 B and 3.6 B parameters. Raises ValueError for any other name.
     """
+    if name not in SHAPES:
+        raise ValueError(f"model size {name!r} is not one of: {', '.join(SHAPES)}")
     if name == "tiny":
         return local_llama_config()
-    if name not in SHAPES:
-        raise ValueError(f"model size {name!r} is not one of: tiny, {', '.join(SHAPES)}")
     return llama_config(vocab=32000, max_positions=2048, **SHAPES[name])
 
 
 def read_config(model: str) -> dict[str, Any]:
     """Return a model's config by its size, or from a ``config.json`` file. Raises ValueError."""
     path = Path(model)
-    if model == "tiny" or model in SHAPES or not (model.endswith(".json") or path.is_file()):
+    if model in SHAPES or not (model.endswith(".json") or path.is_file()):
         return named_config(model)
     try:
         path.open().close()

@@ -13,12 +13,6 @@ from .proxies import share
 
 _SECONDS = 20.0  # seconds for a whole message
 _LONGEST_TEXT = 1000  # characters; every service accepts this as one message
-# Start of a host name whose http URL apprise does not support -> what to write instead.
-_INSTEAD = (
-    ("api.telegram.org", "tgram://TOKEN/CHAT_ID for Telegram"),
-    ("ntfy.", "ntfys://HOST/TOPIC for an ntfy server of your own"),
-    ("", "such as ntfys://HOST/TOPIC, or jsons://HOST/PATH for a service of your own"),
-)
 
 
 class NotSent(RuntimeError):
@@ -34,9 +28,10 @@ def open_service(url: str) -> Any:
         app_id="distributed-training", async_mode=False, http_redirects=False
     )
     if (service := apprise.Apprise.instantiate(url, asset=asset)) is None:
-        host = url.partition("://")[2]
-        wanted = next(text for beginning, text in _INSTEAD if host.startswith(beginning))
-        raise ValueError(f"a URL of apprise (appriseit.com), {wanted}")
+        raise ValueError(
+            "a URL of apprise (appriseit.com), such as ntfys://HOST/TOPIC, tgram://TOKEN/CHAT_ID "
+            "or, for a service of your own, jsons://HOST/PATH"
+        )
     return service
 
 

@@ -63,7 +63,6 @@ _SETTLE = timedelta(seconds=5)  # time for a process to end after the process th
 _GRACE = 20.0  # seconds after a close in which uploads are accepted
 _BUCKET = "local"  # name of the network's global bucket
 STORE_FOLDER = "s3"  # folder of the object store's data, in the run folder
-GUEST = "guest"  # folder of a miner that the operator starts
 
 
 def take_folder(path: Path, stack: ExitStack) -> None:
@@ -393,7 +392,7 @@ class LocalSubnet:
             The commands to type, for an operator who wants to practise with his own flags and pm2.
         """
         (page,) = free_ports(1)
-        guest = self._new_miner(GUEST, len(self.neurons), 1)
+        guest = self._new_miner("guest", len(self.neurons), 1)
         # The subnet's own page shows only the miners that the subnet runs, not this one.
         own = {"neuron.run_folder": str(guest.folder / "run"), "neuron.page_port": str(page)}
         join(guest.folder, self.network, [*guest.flags, *to_words(own)], guest.environment)
@@ -401,10 +400,7 @@ class LocalSubnet:
         return (
             f"one more miner can join; its .env and miner.toml are in {guest.folder}\n"
             f"  cd {typed} && {sys.executable} -m distributed_training.miner\n"
-            f"or, in the folder of app.config.js:\n"
-            f"  DT_NAME={GUEST} DT_HOME={typed} pm2 start app.config.js\n"
-            f"its dashboard is then at http://127.0.0.1:{page}/\n"
-            f"dt-doctor and scripts/score.py work there too"
+            f"its dashboard is then at http://127.0.0.1:{page}/"
         )
 
     def poll(self) -> None:
