@@ -1,4 +1,4 @@
-"""The scripts of ops/slurm under a real Slurm."""
+"""Test the scripts of ops/slurm with a real Slurm."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from tests.tools.waiting import wait_for
 pytestmark = [pytest.mark.timeout(600)]
 
 
-#: A launcher that notes each start and stop of it, and ends as its node's list says; then it runs.
-#: "late": it starts while its node is asked to stop, so Slurm does not signal it.
+#: A launcher that records its starts and stops. Each start ends as the list of its node says, and
+#: after the list it keeps running. "late": it starts while its node is being stopped, so Slurm does
+#: not signal it.
 LAUNCHER = """
 notes=$NOTES-$SLURM_NODEID
 stop=""
@@ -53,7 +54,7 @@ def cluster(tmp_path: Path) -> Iterator[Slurm]:
 
 
 def _submit(cluster: Slurm, script: str, **more: str) -> str:
-    """Submit a job with the guide's command."""
+    """Submit a job with the command in the guide."""
     page = (ROOT / "docs" / "several-machines.md").read_text()
     (line,) = [line for line in page.splitlines() if f"ops/slurm/{script}.sbatch" in line]
     before, _, after = line.partition("sbatch ")
@@ -78,12 +79,12 @@ def _submit(cluster: Slurm, script: str, **more: str) -> str:
 
 
 def _place() -> dict[str, str]:
-    """Return where the nodes meet: n0 is no name that this machine resolves."""
+    """Return the address at which the nodes meet, since this machine cannot resolve n0."""
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
 
 
 def _finish(cluster: Slurm, job: str, folder: Path, steps: int) -> None:
-    """Once it has taken all its steps, stop it: by itself a miner never ends for good."""
+    """Stop a miner after all its steps, because it never ends on its own."""
     wait_for(lambda: len(_losses(folder)) >= steps, f"{steps} steps", seconds=240, every=0.5)
     cluster.run("scancel", "--signal=TERM", job)
     _ended(cluster, job)
@@ -138,7 +139,7 @@ def test_an_array_runs_a_miner_for_each_hotkey(cluster: Slurm) -> None:
 
 
 def _submit_launchers(cluster: Slurm, *, node1: str, **more: str) -> str:
-    """Two nodes, whose launchers end as said, in turn: with a status or by a signal."""
+    """Submit a job whose launchers end, one after another, with these statuses or signals."""
     (cluster.folder / "launcher").write_text(LAUNCHER)
     environment = {
         "DT_MINER": f"bash {cluster.folder / 'launcher'}",
@@ -159,7 +160,7 @@ def _notes(cluster: Slurm, node: int) -> list[str]:
 
 @pytest.mark.slow
 def test_every_node_starts_its_own_launcher_again_after_any_end(cluster: Slurm) -> None:
-    """Like pm2, after a kill for want of memory, an abort of NCCL, or a rank that was ended."""
+    """pm2 does the same after a kill for lack of memory, an abort of NCCL, or a rank's end."""
     job = _submit_launchers(cluster, node1="KILL TERM ABRT 0 1 137")
     wait_for(lambda: len(_notes(cluster, 1)) == 7, "the seventh start")
     assert _notes(cluster, 1) == ["started"] * 7 and _notes(cluster, 0) == ["started"]
@@ -187,7 +188,7 @@ def test_a_launcher_that_starts_during_a_stop_is_stopped_too(cluster: Slurm) -> 
 def test_refusal_that_no_restart_cures_ends_the_job_on_all_nodes(
     cluster: Slurm, status: int
 ) -> None:
-    """Also when the signal for the nodes reaches the program that sends it before it is through."""
+    """This also holds if the signal for the nodes reaches scancel before it has finished."""
     scancel = cluster.folder / "bin" / "scancel"
     scancel.parent.mkdir()
     scancel.write_text(f'#!/bin/sh\nkill -TERM $$\nexec {shutil.which("scancel")} "$@"\n')

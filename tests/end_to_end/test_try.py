@@ -1,4 +1,4 @@
-"""``dt-network try``: one's own script as all members of a network, to the end and to a kill."""
+"""Test ``dt-network try`` with scripts that fail, and with a kill."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXAMPLE = ROOT / "examples" / "join.py"
 def start(folder: Path, script: Path, *words: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "distributed_training.network_command", "try", str(script)]
     path = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    # An operator's own settings are not the members'.
+    # The operator's own settings must not reach the members.
     foreign = {"DT_NETWORK": "nowhere.toml", "R2_ENDPOINT_URL": "https://nowhere.example"}
     return subprocess.Popen(
         [*command, *words],

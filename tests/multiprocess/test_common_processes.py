@@ -1,4 +1,4 @@
-"""Processes with real children: found, ended, and none left behind."""
+"""Test with real processes that children are found and ended, and that none is left behind."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def tree() -> Iterator[Tree]:
 
 @pytest.fixture
 def start(tree: Tree) -> Iterator[Start]:
-    """Start a program that leads a session; return when it said it is ready."""
+    """Return a function that starts a program as a session leader and waits until it is ready."""
     running: list[subprocess.Popen[bytes]] = []
 
     def run(code: str) -> subprocess.Popen[bytes]:
@@ -112,7 +112,7 @@ def test_a_remembered_process_is_no_later_one_with_its_pid(start: Start) -> None
 
 
 def test_child_that_sigkill_does_not_end_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
-    """Its last system call waits for a network disk: nothing of it ends before that answers."""
+    """Its last system call waits for a network disk, so it cannot end before the disk answers."""
     waits: list[float] = []
 
     class InTheKernel:
@@ -213,7 +213,7 @@ def test_aborted_child_leaves_no_core_and_open_files_are_as_many_as_allowed(tmp_
 
 
 class Kept:
-    """A program that is kept running, and its output."""
+    """A program that is restarted whenever it ends, and its output."""
 
     def __init__(self, code: str) -> None:
         self.lines: list[str] = []
@@ -233,7 +233,7 @@ class Kept:
 
 @pytest.mark.slow
 def test_a_program_is_kept_running_and_says_all_that_it_prints() -> None:
-    """It is started again after a signal or a passing status, also if a child holds its output."""
+    """It restarts after a signal or a status that may pass, even if a child holds its output."""
     code = (
         "import os, subprocess, sys, signal\n"
         "print('begun', os.getpid())\n"

@@ -1,4 +1,4 @@
-"""The orchestrator with real services and neurons that misbehave on purpose."""
+"""Test the orchestrator with real services, and with neurons that misbehave on purpose."""
 
 from __future__ import annotations
 
@@ -161,8 +161,8 @@ class TestCommand:
         run.send_signal(signal.SIGINT)
         text, _ = run.communicate(timeout=180)
         assert run.returncode == 130, text
-        # The miners have all of it, then the founder's programs, then the rest 1 s. Not measured,
-        # because a busy machine may take any time.
+        # The miners get this time, then the founder's programs get it too, and the rest gets 1 s.
+        # The stop itself is not timed, because a busy machine may take longer.
         assert 2 * INTERRUPT_GRACE.total_seconds() + 1 < 15
         given = f"within {INTERRUPT_GRACE.total_seconds():.0f} s"
         assert all(f"{name} did not stop {given}" in text for name in ("miner-1", "miner-2"))

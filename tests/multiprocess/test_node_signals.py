@@ -1,4 +1,4 @@
-"""Requests to stop, as real processes get them."""
+"""Test how real processes handle requests to stop."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_closed_terminal_stops_a_node_unless_nohup_started_it(
 ) -> None:
     with start(WAITS, *prefix) as node:
         assert node.stdout is not None
-        while (line := node.stdout.readline()) != "ready\n":  # nohup says what it ignores
+        while (line := node.stdout.readline()) != "ready\n":  # nohup prints what it ignores
             assert line, "it ended"
         node.send_signal(signal.SIGHUP)  # signals of one process are handled in this order
         node.send_signal(signal.SIGTERM)
@@ -50,7 +50,7 @@ def test_a_closed_terminal_stops_a_node_unless_nohup_started_it(
     assert (node.returncode, output) == (0, f"{stops}\n")
 
 
-# A signal is handled between any two bytecodes: here while the wait holds the event's lock.
+# A signal may be handled between any two bytecodes, even while the wait holds the event's lock.
 INTERRUPTS_THE_WAIT = """
 import os, signal
 from distributed_training.node.start import StopSignals

@@ -1,4 +1,4 @@
-"""A network's tokenizer and data, published in its bucket: real files, a real store."""
+"""Test how a network's tokenizer and data are published, with real files and a real store."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_damaged_object_in_the_bucket_is_one_line_and_never_read(
         fetch_published(member, lambda: BucketReader(store))
     line = str(refused.value)
     assert "\n" not in line and WRONG[wrong] in line and "nothing was started" in line
-    # Nothing that a reader of the folder would take for a file of it.
+    # The damaged bytes must not be in any file that a reader of the folder would use.
     held = [p for p in member.run_folder.rglob("*") if p.is_file() and p.name[0] != "."]
     assert name not in {hashlib.sha256(p.read_bytes()).hexdigest() for p in held}
     store.put(key, good)

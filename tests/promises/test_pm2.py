@@ -1,4 +1,4 @@
-"""app.config.js under a real pm2: a clean stop, and starts after failures.
+"""Test app.config.js with a real pm2: a clean stop, and restarts after failures.
 
 Its settings are in tests/unit/test_ops.py, updates in tests/unit/test_update.py.
 """
@@ -33,13 +33,13 @@ from tests.tools.waiting import wait_for
 
 
 class FakeMiner(Pm2):
-    """app.config.js over ranks that train nothing."""
+    """app.config.js with ranks that train nothing."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
         hotkey = home / "wallets" / "default" / "hotkeys" / "default"
         hotkey.parent.mkdir(parents=True, exist_ok=True)
-        hotkey.touch()  # the fake rank reads none; the launcher wants one to be there
+        hotkey.touch()  # the fake rank does not read it, but the launcher requires it
         environ = {
             **KEYS,
             "BT_WALLET_PATH": str(hotkey.parents[2]),
@@ -52,7 +52,7 @@ class FakeMiner(Pm2):
         super().__init__(home / "pm2", environ | self.tree.environment)
 
     def write_app(self) -> Path:
-        """app.config.js with the neuron replaced by the launcher over a fake rank."""
+        """Write a copy of app.config.js whose neuron is the launcher with a fake rank."""
         script = self.home / "miner.py"
         neuron = (ROOT / "neurons" / "miner.py").read_text()
         here = neuron.replace("Path(__file__).resolve().parent.parent", f"Path({str(ROOT)!r})")
@@ -143,7 +143,7 @@ def test_a_reboot_brings_the_miner_back(pm2: FakeMiner) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_dashboard_runs_next_to_the_miner_and_leaves_no_orphan(pm2: FakeMiner) -> None:
-    """While it runs, is killed, and is stopped; until pm2 itself is killed."""
+    """It runs while the miner does and after its stop, until pm2 itself is killed."""
     (port,) = free_ports(1)
     flags = f"{pm2.environ['DT_FLAGS']} --neuron.page_port {port}"
     pm2.environ |= {"DT_FLAGS": flags}

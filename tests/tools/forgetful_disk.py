@@ -1,6 +1,6 @@
-"""A disk that forgets what was not synced: power losses at each sync and rename of a test.
+"""Simulate power losses at each sync and rename, in which a disk loses what was not synced.
 
-The page cache survives ``kill -9``, so only this shows a sync that is missing.
+The page cache survives ``kill -9``, so only such a disk reveals a missing sync.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Tree = dict[str, "Tree | bytes"]  # a folder: its entries
 
 @dataclass
 class ForgetfulDisk:
-    """Track which of ``root`` is surely on the disk, by POSIX: a file's bytes once it was synced, a
-    folder's entries once the folder was.
+    """Track what POSIX guarantees to be on the disk: only files and folders that were synced.
 
-    Each of ``losses`` is one way in which the disk may come back, each of ``at_end`` one after the
-    last operation: they are equal to what was written if all of it is safe then.
+    ``losses``: the states in which the disk may come back after a power loss at any moment.
+    ``at_end``: those after the last operation, which are equal to what was written if all of it is
+    safe by then.
     """
 
     root: Path
@@ -47,9 +47,11 @@ class ForgetfulDisk:
             self.lose_power()
 
     def lose_power(self, renamed: Path | None = None) -> list[Tree]:
-        """Note how the disk may look now: nothing more than was synced is there; or what was
-        ``renamed`` just now is too; or all deletions are; or all entries are, also those of files
-        whose bytes are not."""
+        """Record the states in which the disk may come back if the power fails now.
+
+        They have only what was synced; or also the file that was just ``renamed``; or also all
+        deletions; or all entries, even those of files whose bytes are lost.
+        """
 
         def synced_and_renamed(folder: Path, inode: int) -> dict[str, int]:
             known = self._synced(folder, inode)
@@ -111,7 +113,7 @@ class ForgetfulDisk:
 
 @contextmanager
 def forgetful_disk(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForgetfulDisk]:
-    """``root`` on such a disk; the power may be lost after each sync, rename and deletion."""
+    """Put ``root`` on such a disk, which loses power after each sync, rename and deletion."""
     disk = ForgetfulDisk(root)
 
     def noting(name: str, note: Callable[..., object]) -> None:
@@ -139,7 +141,7 @@ def forgetful_disk(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Forg
 
 
 def come_back(tree: Tree, folder: Path) -> Path:
-    """Write a loss's tree into ``folder``, which is made."""
+    """Create ``folder`` with the files that a power loss has left."""
     folder.mkdir(parents=True)
     for name, content in tree.items():
         if isinstance(content, bytes):

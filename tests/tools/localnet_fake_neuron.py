@@ -1,4 +1,4 @@
-"""A neuron that only writes the events a real one writes: for tests of the orchestrator itself.
+"""A neuron that only writes the events of a real neuron, to test the orchestrator.
 
 The real neurons run in tests/end_to_end. Behaviour: ``--fake`` good | stubborn | misses.
 """
@@ -40,7 +40,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, stop)
     write("start", outer_step=0)
     print("ready", flush=True)
-    while validator and not all_started(folder.parent):  # a real one has no round without them
+    while validator and not all_started(
+        folder.parent
+    ):  # a real validator has no round without miners
         time.sleep(0.05)
     for outer in (1, 2):
         if validator:

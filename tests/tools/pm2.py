@@ -1,4 +1,4 @@
-"""A pm2 daemon of a test's own. ``make pm2`` installs pm2; without it the tests are skipped."""
+"""Run a separate pm2 daemon for a test. ``make pm2`` installs pm2; without it tests are skipped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PM2 = ROOT / "build" / "node" / "node_modules" / ".bin" / "pm2"
 NAME = "distributed_training_miner"  # of the app in app.config.js
 
-#: In the miner's program: ranks that train nothing; none is started again for long.
+#: Code for the miner's program: its ranks train nothing, and it soon stops restarting them.
 FAKE_RANKS = """
 from distributed_training.miner import launcher
 launcher.RESTARTS = 1
@@ -30,7 +30,7 @@ needs_pm2 = pytest.mark.skipif(not PM2.exists(), reason="pm2 is not installed: m
 
 
 class Pm2:
-    """The daemon of ``folder``, whose apps get ``environ``. Call it with pm2's words."""
+    """The daemon in ``folder``, whose apps get ``environ``. Call it with pm2's arguments."""
 
     def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
         self.folder = folder
@@ -49,7 +49,7 @@ class Pm2:
         return done.stdout
 
     def app(self, name: str = NAME) -> dict[str, Any]:
-        """As pm2 lists it: ``pid``, ``pm2_env`` and more."""
+        """Return an app as pm2 lists it, with ``pid``, ``pm2_env`` and more."""
         lines = self("jlist").splitlines()
         apps = json.loads(next(line for line in lines if line.startswith("[")))
         (one,) = (app for app in apps if app["name"] == name)
@@ -62,13 +62,13 @@ class Pm2:
         return env["status"], env["restart_time"]
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        """Of what pm2 says: each look starts Node.js, half a second of a core."""
+        """Wait for a condition on pm2's output; each check takes half a second of a core."""
         wait_for(condition, what, every=1.5)
 
     def outlast_a_restart(self) -> None:
-        """The miner ended: wait until pm2 would have started it again, if it were to.
+        """Wait until pm2 would have restarted the ended miner, if it were going to.
 
-        Another app fails after it and has the same delay, and pm2 starts that one again.
+        Another app with the same delay fails now, and this waits until pm2 has restarted it.
         """
         delay = self.app()["pm2_env"]["prev_restart_delay"]
         words = ("--name", "witness", "--interpreter", "none", "--exp-backoff-restart-delay")

@@ -1,4 +1,4 @@
-"""The configuration of a test that needs a network, and none in particular."""
+"""Load configurations for tests that need some network, but no particular one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distributed_training.config.model import Kind
 from distributed_training.config.types import NoNetworkNamed
 from distributed_training.network import USUAL, signed, to_toml
 
-#: Flags of a miner of a tiny model that others run next to.
+#: Flags of a miner with a tiny model, which shares the machine with other programs.
 LOCAL = (
     "--neuron.device",
     "cpu",
@@ -29,7 +29,7 @@ LOCAL = (
 
 @cache
 def usual_network() -> str:
-    """Path of a network with usual rules on Bittensor's chain, with a bucket for each member."""
+    """Return the file of a network on Bittensor's chain, in which each member has a bucket."""
     alice = Keypair.create_from_uri("//Alice")
     rules: dict[str, Any] = {"format": 3, "exchange": "store", "name": "usual", "version": 1}
     of_it = {
@@ -52,7 +52,7 @@ def usual_network() -> str:
 
 
 def load_config(kind: Kind, argv: Sequence[str], **how: Any) -> Config:
-    """Load it as the programs do, but by :func:`usual_network` where no network is named."""
+    """Load it as the programs do, but use :func:`usual_network` if no network is named."""
     try:
         return config.load_config(kind, argv, **how)
     except NoNetworkNamed:

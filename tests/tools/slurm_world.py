@@ -1,4 +1,4 @@
-"""A real Slurm of this machine that pretends to be two nodes, for one test."""
+"""Run a real Slurm on this machine, which pretends to be two nodes."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ class Slurm:
         return done.stdout.strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """Return what `scontrol show job` says."""
+        """Return the fields that `scontrol show job` prints."""
         words = self.run("scontrol", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
 
 @contextmanager
 def slurm(folder: Path) -> Iterator[Slurm]:
-    """Skips the test, with the reason, where Slurm cannot be started."""
+    """Start Slurm, or skip the test and say why Slurm cannot be started."""
     programs = ("munged", "slurmctld", "slurmd", "sbatch")
     missing = [p for p in programs if shutil.which(p) is None]
     if missing or os.geteuid():
@@ -114,7 +114,7 @@ def slurm(folder: Path) -> Iterator[Slurm]:
         wait_for(idle, "two idle nodes", seconds=60, every=0.5)
         yield world
     finally:
-        # What a failed test left would outlive its Slurm.
+        # The processes of a failed test would outlive its Slurm.
         command = ["scancel", "--full", "--signal=KILL", "--user=root"]
         subprocess.run(command, env=os.environ | world.environment, capture_output=True, timeout=60)
         for process in reversed(started):

@@ -1,4 +1,4 @@
-"""Act on a local subnet that runs."""
+"""Slow down or stop the miners of a local subnet."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 
 PACED = Path(__file__).parents[2] / "testbed" / "paced_miner.py"
-#: One block ahead: it lasts longer, and what is uploaded must not be of an old one.
+#: Prepare one block ahead: a block lasts longer here, and an upload must report a new one.
 _PACED_FLAGS = ("--data.prefetch_blocks", "1")
 
 
 def paced(options: SubnetOptions, samples: int = 8) -> SubnetOptions:
-    """The same subnet, but its miners leave the cores to others for most of the time.
+    """Return options of the same subnet, whose miners leave the cores idle most of the time.
 
-    ``samples``: of an inner step. 8 is half of the usual, so that steps take little longer than
-    another miner's. 2 is one micro-batch: where steps need only continue and nobody learns.
+    ``samples``: sequences per inner step. 8 is half of the usual number, so that a step takes
+    little longer than usual. 2 is one micro-batch, for tests in which nothing has to be learned.
     """
     flags = (*_PACED_FLAGS, *options.miner_flags)
     rules = {"training.effective_batch": samples, **options.rules}
@@ -31,13 +31,13 @@ def paced(options: SubnetOptions, samples: int = 8) -> SubnetOptions:
 
 
 def idle(options: SubnetOptions) -> SubnetOptions:
-    """As :func:`paced`, where nobody learns: a tenth of a core."""
+    """Return :func:`paced` options for miners that learn nothing and take a tenth of a core."""
     return paced(options, samples=2)
 
 
 @contextmanager
 def steps_of(seconds: float) -> Iterator[None]:
-    """Inner steps of paced miners that start meanwhile take about this long, or longer."""
+    """Make each inner step of paced miners that start in the block take at least this long."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PACED_STEP", str(seconds))
         yield
@@ -46,7 +46,7 @@ def steps_of(seconds: float) -> Iterator[None]:
 def stop_miner(
     subnet: LocalSubnet, index: int, grace: timedelta = timedelta(seconds=30)
 ) -> int | None:
-    """Stop a miner as pm2 would; its exit status, None if it did not stop in ``grace``."""
+    """Stop a miner as pm2 does. Return its exit status, or None if it still runs then."""
     child = subnet.miners[index]
     child.signal(signal.SIGINT)
     return child.wait(grace)

@@ -1,4 +1,4 @@
-"""The reach of an address: in no form of it is an inside service called."""
+"""Check that no spelling of an address makes a program call an internal service."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.tools.chain_world import VALIDATOR
 pytestmark = pytest.mark.timeout(60)
 EVERYWHERE, NETWORK, MACHINE, NOWHERE = Reach
 
-#: IPv4 networks whose addresses are not everywhere, and from where theirs can be reached.
+#: IPv4 networks that are not public, and from where their addresses can be reached.
 INSIDE = {
     "10.0.0.0/8": NETWORK,
     "172.16.0.0/12": NETWORK,
@@ -35,7 +35,7 @@ INSIDE = {
     "168.63.129.16/32": NOWHERE,
     "100.100.100.200/32": NOWHERE,
 }
-#: Forms of IPv6 that hold an IPv4 address.
+#: IPv6 notations that contain an IPv4 address.
 FORMS = ("::ffff:{}", "64:ff9b::{}", "::{}", "2002:{:04x}:{:04x}::1")
 
 
@@ -58,7 +58,7 @@ def test_no_form_of_an_address_inside_passes_for_a_public_one(
     text, narrow = drawn
     if text == "100.100.100.200":
         narrow = NOWHERE
-    if how == "::{}" and text in ("0.0.0.0", "0.0.0.1"):  # these are IPv6's own
+    if how == "::{}" and text in ("0.0.0.0", "0.0.0.1"):  # these have a meaning in IPv6
         narrow = max(MACHINE, narrow if text == "0.0.0.0" else MACHINE)
     found = reach(form(text, how))
     assert found == narrow or (found > EVERYWHERE and found >= min(narrow, MACHINE))
@@ -102,20 +102,20 @@ ANNOUNCED = ("8.8.8.8", "10.0.0.9", "127.0.0.1", "169.254.169.254", "::ffff:127.
 
 
 class TestRegistry:
-    """Test which endpoints a registry takes."""
+    """Test which endpoints a registry accepts."""
 
     @pytest.mark.parametrize(
         ("host", "caller", "expected"),
         [
-            ("127.0.0.1", "127.0.0.1", MACHINE),  # the local subnet's
+            ("127.0.0.1", "127.0.0.1", MACHINE),  # in a local subnet
             ("::1", "::1", MACHINE),
             ("10.0.0.1", "10.0.0.2", NETWORK),
-            ("10.0.0.1", "8.8.8.8", EVERYWHERE),  # a port that the router passes on
+            ("10.0.0.1", "8.8.8.8", EVERYWHERE),  # a port that the router forwards
             ("0.0.0.0", "8.8.8.8", EVERYWHERE),
             ("0.0.0.0", "127.0.0.1", EVERYWHERE),
-            ("0.0.0.0", "192.168.1.5", NETWORK),  # a laboratory's
+            ("0.0.0.0", "192.168.1.5", NETWORK),  # in a laboratory's network
             ("8.8.4.4", "8.8.8.8", EVERYWHERE),
-            ("", "127.0.0.1", EVERYWHERE),  # behind a proxy, which named nobody or this machine
+            ("", "127.0.0.1", EVERYWHERE),  # behind a proxy that names no client, or this machine
             ("", "", EVERYWHERE),
             ("", "10.0.0.2", NETWORK),
         ],
@@ -131,7 +131,7 @@ class TestRegistry:
             ("8.8.8.8", False, 1),
             ("10.0.0.2", False, 2),
             ("", False, 1),
-            ("", True, 2),  # a proxy that names nobody, in front of a private network
+            ("", True, 2),  # a proxy that names no client, in a private network
         ],
     )
     def test_behind_a_proxy_the_true_caller_counts(

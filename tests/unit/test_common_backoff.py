@@ -1,4 +1,4 @@
-"""Waits between tries, and lines that may come only now and then."""
+"""Test the waits between attempts, and throttled log lines."""
 
 from __future__ import annotations
 

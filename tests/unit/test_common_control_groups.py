@@ -1,4 +1,4 @@
-"""Limits of containers: cores and memory, both versions of the interface, nested groups."""
+"""Test the limits that containers set on cores and memory, in both versions of control groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(30)
 
 
 def lay_out(root: Path, *, version: int, path: str, joined: str = "cpu,cpuacct") -> Path:
-    """Make /proc and /sys of a process in the group ``path``; return where its groups lie."""
+    """Create /proc and /sys for a process in the group ``path``; return the folder of groups."""
     assert host_bytes(root) == psutil.virtual_memory().total  # without /proc
     (root / "proc/self").mkdir(parents=True)
     lines = [f"0::{path}"] if version == 2 else [f"4:memory:{path}", f"3:{joined}:{path}", "0::/"]
@@ -44,17 +44,17 @@ def write_quota(folder: Path, version: int, quota: int | None, period: int) -> N
 def test_the_least_quota_on_the_way_counts(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cores by affinity, or what the tightest of the nested groups gives, rounded up.
+    """The cores are those of the affinity, or fewer if one of the nested groups has a lower quota.
 
-    The kernel kills at a group's limit of memory, whatever the machine has.
+    The kernel kills a process at its group's memory limit, even if the machine has more memory.
     """
     draw = random.Random(seed)
     version, cores = draw.choice((1, 2)), draw.choice((1, 8, 128))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     parts = ["kubepods.slice", "pod-1", "container"][: draw.randint(0, 3)]
     joined = draw.choice(("cpu,cpuacct", "cpuacct,cpu", "cpu"))
-    shown = draw.choice((True, False))  # in a container only the own group is, at the mount
-    path = "/".join(["" if shown else draw.choice(("", "/../..")), *parts])  # of another namespace
+    shown = draw.choice((True, False))  # a container shows only its own group, at the mount
+    path = "/".join(["" if shown else draw.choice(("", "/../..")), *parts])  # in another namespace
     mount = lay_out(tmp_path, version=version, path=path or "/", joined=joined)
     least, memory = cores, host_bytes() or 0
     for i in range(len(parts) + 1) if shown else [0]:

@@ -1,4 +1,4 @@
-"""Durable files: whole or not at all."""
+"""Check that durable files are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(tmp_path: Pa
 
 @pytest.mark.parametrize("covered", [False, True])
 def test_an_error_of_the_disk_names_the_file(tmp_path: Path, covered: bool) -> None:
-    """torch.save raises a RuntimeError once the disk becomes full in its middle."""
+    """torch.save raises a RuntimeError if the disk becomes full while it writes."""
     path, writes = tmp_path / "kept", itertools.count()
 
     class Full(io.BytesIO):
@@ -167,7 +167,7 @@ def test_a_state_that_cannot_be_read_or_written_is_a_line_and_stays(
 def test_a_mount_that_does_not_answer_is_not_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A network disk that has nothing to do with the folder: its path would be waited for."""
+    """Resolving the path of an unrelated network disk that does not answer would hang."""
     fstab, late = tmp_path / "fstab", tmp_path / "late"
     fstab.write_text(f"nas:/a /dead nfs hard 0 0\nUUID=cd {tmp_path}/link ext4 nofail 0 2\n")
     late.mkdir()

@@ -1,4 +1,4 @@
-"""Answers over HTTP are bounded; a compressed one by its unpacked bytes."""
+"""HTTP answers have a size limit, which counts the bytes after decompression."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(30)
 def test_an_answer_is_read_up_to_a_limit(compressed: bool) -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         assert request.headers["accept-encoding"] == ("gzip" if compressed else "identity")
-        # A server may compress all the same: then nothing is unpacked.
+        # If a server compresses its answer anyway, it is not decompressed.
         body = gzip.compress(b"x" * 9999) if compressed else b"x" * 9999
         return httpx.Response(
             200,
@@ -43,7 +43,7 @@ def test_an_answer_is_read_up_to_a_limit(compressed: bool) -> None:
 
 
 def test_a_coroutine_runs_to_its_end_where_a_loop_runs_already() -> None:
-    """As in a cell of a notebook; a runner's loop is kept from call to call."""
+    """A notebook's cell already runs a loop. A runner keeps its own loop between calls."""
     loops = []
 
     async def ask() -> int:
@@ -79,7 +79,7 @@ def test_an_interrupt_in_a_cell_ends_what_the_cell_waits_for() -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     def cell() -> None:
-        # As a kernel has it: asyncio.run would turn the signal into its own cancellation.
+        # Use the handler of a notebook's kernel: asyncio.run would cancel its task instead.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with pytest.raises(KeyboardInterrupt):
             http.run_to_end(waits())

@@ -1,4 +1,4 @@
-"""Kinds of things by their name, and the operator's modules that register more."""
+"""Test the registries of kinds, and the operator's modules that register more kinds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ parent.send(my_kinds.WHERE)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder, with a plug-in ``my_kinds``. The test's imports are forgotten."""
+    """Return the working folder, which has a plug-in ``my_kinds``; undo the test's imports."""
     (tmp_path / "my_kinds.py").write_text("import os\nWHERE = os.getpid()\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -1,4 +1,4 @@
-"""The model of memory and disk: against transformers, written files and docs."""
+"""Compare the model of memory with transformers, with measurements and with the documents."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def test_the_shape_equals_transformers_model(changes: dict[str, Any]) -> None:
 
 
 def test_a_reduction_at_the_last_micro_batch_takes_the_whole_gradient() -> None:
-    # The accumulated gradient and the reduced one are there together, in pools that share nothing.
+    # The accumulated and the reduced gradient exist at the same time, in separate memory pools.
     for world in (2, 4):
         at_last = Arrangement(world, micro_batch=1, sequence_length=1024)
-        # Those of two layers, next to the shard.
+        # Here only two layers' gradients exist in addition to the shard.
         every = dataclasses.replace(at_last, reduce_at_last=False)
         layer = (FOUR.parameters - FOUR.embedding_parameters) / FOUR.layers
         more = device_memory(FOUR, at_last) - device_memory(FOUR, every)

@@ -1,4 +1,4 @@
-"""A listener for every address that an operator may give."""
+"""Test listeners on each kind of address that an operator may give, and free ports."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def test_ports_are_given_once_and_not_while_somebody_listens(
     places = iter([0, 0, 1000])
     monkeypatch.setattr(ports.random.SystemRandom, "randrange", lambda *_: next(places))
     (first,) = free_ports(1)
-    monkeypatch.setattr(ports, "_given", {})  # the next one would be the same
+    monkeypatch.setattr(ports, "_given", {})  # so that the search begins at the same port
     with listen("127.0.0.1", first):
         again = free_ports(5)
         assert first not in again
-    monkeypatch.setattr(ports.os, "getpid", lambda: 1)  # as of a fork
+    monkeypatch.setattr(ports.os, "getpid", lambda: 1)  # as in a forked process
     assert min(free_ports(5)) > max(again)
     with pytest.raises(OSError, match="of 1000000 ports are free"):
         free_ports(1_000_000)

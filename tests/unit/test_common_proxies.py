@@ -1,4 +1,4 @@
-"""A request goes through a proxy of the environment or straight: the same for each client.
+"""All clients use the environment's proxy for the same requests.
 
 Loopback and private addresses never go through one, whatever is set.
 """
@@ -48,7 +48,7 @@ ENVIRONMENT = [
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ENVIRONMENT:
-        # Set before it is deleted: what `share` sets is taken back at the end.
+        # Set it before deleting it, so that monkeypatch also undoes what `share` sets.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -108,7 +108,7 @@ def test_only_http_proxies_are_used(
 
 
 class Refusing(BaseHTTPRequestHandler):
-    """A proxy that notes where it should go, and goes nowhere."""
+    """A proxy that records the host of each request and refuses it."""
 
     asked: ClassVar[set[str]] = set()
 
@@ -123,7 +123,7 @@ class Refusing(BaseHTTPRequestHandler):
 
 
 def _ask_everybody(host: str) -> None:
-    """Make a request of each client to a host of its own below ``host``, or to ``host`` itself."""
+    """Send a request with each client to its own host below ``host``, or to ``host`` itself."""
 
     def at(name: str) -> str:
         return f"http://{name}.{host}:9" if host[-1].isalpha() else f"http://{host}:9"

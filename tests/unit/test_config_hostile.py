@@ -1,6 +1,4 @@
-"""Whatever an operator, a script or a copied line gives for a flag: refused in one line that names
-the flag, or accepted and inside what the flag declares. For every flag there is.
-"""
+"""Every flag refuses a value in one line that names the flag, or accepts it within its range."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ MASTER_HOTKEY = MinerSettings().master_ss58_address
 PEER = "/ip4/161.97.156.125/tcp/8000/p2p/12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"
 FLAGS = [setting for setting in SETTINGS if not setting.secret]
 
-# Each has opened something, crashed something or hidden something, here or elsewhere.
+# Values like these have opened files, crashed programs or hidden text, here or elsewhere.
 HOSTILE = [
     *("", " ", "none", "0", "-0", "1", "-1", "2", "00", "1.5", "1e3", "1_0", "0x10", "٣", "½"),
     *("nan", "NaN", "-nan", "inf", "-inf", "Infinity", "1e999", "-1e999", "1e-400", "9" * 30),
@@ -47,7 +45,7 @@ HOSTILE = [
     *("x" * 300, "x" * 5000, "-", "--", "-x", "=", "a=b", "hf,stdlib", "web=hf,web=hf"),
     *("jsonl:~nobody-x/a", "shards:", "hf:x", "parquet:/nowhere", "a=nan"),
 ]
-#: Of these, what a flag's own bounds and form refuse.
+#: The hostile values that a flag's bounds and format should refuse.
 BEYOND = [
     *("", "none", "-1", "0", "1.5", "nan", "-inf", "1e999", "9" * 30, "-5s", "9999d", "9EiB"),
     *("nan:nan", "1:inf", "maybe", "../../etc", "a\nb", "\ud800", "x" * 5000, "http://a:99999"),
@@ -71,7 +69,7 @@ def refusal_or_config(kind: str, argv: list[str], environ: dict[str, str]) -> st
 
 
 def holds(setting: Setting, value: Any) -> bool:
-    """Return whether ``setting`` declares ``value``; not by pydantic, which is on trial."""
+    """Return whether ``setting`` allows ``value``, without pydantic, which is under test."""
     if value is None:
         return setting.optional
     if isinstance(value, bool):
@@ -102,7 +100,7 @@ def assert_refused_or_right(setting: Setting, result: str | Config, source: str)
 
 
 def kind_of(setting: Setting) -> str:
-    """Return its reader: of flags that differ only in bounds, one is tried with everything."""
+    """Return the kind of a flag. Of flags that differ only in bounds, one gets all values."""
     bare = re.sub(r"(ge|le)=[^)]*", "", repr(sorted(map(repr, setting.parts))))
     return f"{bare}, {setting.choices}, {setting.optional}"
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(60)
 
 STORE = "network.toml"
 WORDS = "--name lab --data-source stdlib --registry http://10.0.0.5:8100 --host 10.0.0.5"
-#: Module of a program, its words, and the extras that its line names.
+#: A program's module, its arguments, and the extras that its error names.
 REFUSED = [
     ("miner.__main__", "--network local", "hivemind"),
     ("miner.__main__", f"--network {STORE} --network local", "hivemind"),
@@ -32,7 +32,7 @@ REFUSED = [
 
 @pytest.fixture
 def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder where nothing of the wheel's extras is installed."""
+    """Return an empty working folder, and hide the wheel's extras."""
     monkeypatch.setattr(installed, "find_spec", lambda name: None)
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     monkeypatch.chdir(tmp_path)

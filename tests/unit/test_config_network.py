@@ -1,4 +1,4 @@
-"""No program has a default network: each is given one, or says in one line how to name it."""
+"""No program has a default network: without one, it explains in one line how to name one."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ PROGRAMS = {
 }
 
 
-#: Where it may be named, the strongest first.
+#: Places in which the network may be named, the strongest first.
 PLACES = ("flag", "variable", ".env", "miner.toml")
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder of an operator who gave nothing."""
+    """Return the working folder of an operator without any settings."""
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith(("R2_", "BT_", "DT_"))]:
         monkeypatch.delenv(name)

@@ -1,5 +1,6 @@
-"""Whatever is given to a script: refused in one line that names the argument with exit status 2, or
-inside what the argument declares. For every argument of every script.
+"""Every argument of every script refuses a bad value in one line, with exit status 2.
+
+A value that it accepts is within the range that the argument declares.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.unit.test_config_hostile import HOSTILE
 pytestmark = pytest.mark.timeout(200)
 
 ROOT = Path(__file__).parents[2]
-# Of each script: the module with its parser, and positional arguments that are right.
+# For each script: the module of its parser, and valid positional arguments.
 SCRIPTS = {
     "abort_multipart_uploads": ("scripts.abort_multipart_uploads", ("llama-4b-ws-4-007",)),
     "diagnose": ("distributed_training.doctor", ()),
@@ -27,7 +28,7 @@ SCRIPTS = {
     "pretokenize": ("examples.pretokenize", ("stdlib", "/tmp/shards", "--tokenizer", "bytes")),
     "score": ("distributed_training.scoring.command", ()),
 }
-# These take the miner's flags and nothing else, or no arguments at all.
+# These scripts take only the miner's flags, or no arguments.
 OTHERS = {"bootstrap_pip", "lock", "release"}
 
 

@@ -1,5 +1,7 @@
-"""Whatever an outsider, a kill or a bad disk makes of a file: refused in one line, or set aside, in
-bounded time and memory, at this start and at the next."""
+"""Check that a damaged or hostile file is refused in one line or set aside.
+
+This takes bounded time and memory, and the next start does the same.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,9 @@ def test_a_whole_file_is_read(name: str, tmp_path: Path) -> None:
 
 
 def mutate(name: str, folder: Path, *, seed: int, cases: int) -> None:
-    """Every mutation is read, or refused with the error that its reader promises, and soon.
+    """Check that each mutation is soon read, or refused with its reader's error.
 
-    The next start does the same.
+    The next start must do the same.
     """
     reader, path = READERS[name], folder / "case" / READERS[name].name
     honest = reader.honest()
@@ -47,12 +49,12 @@ def mutate(name: str, folder: Path, *, seed: int, cases: int) -> None:
         assert time.process_time() - began < 5, f"mutation {case} of {name}"
         for other in path.parent.iterdir():
             if other != path:
-                other.unlink()  # what was set aside
+                other.unlink()  # a file that was set aside
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert after - before < 400 * 1024, f"{(after - before) // 1024} MiB more"
 
 
-#: Of 10,000 mutations; those that take some milliseconds each get fewer.
+#: Mutations per reader, 10,000 in all; slow readers get fewer.
 _CASES = dict.fromkeys(READERS, 340) | {
     **dict.fromkeys(("update", "network", "registry"), 2500),
     **dict.fromkeys(("notes", "standings"), 150),
@@ -74,7 +76,7 @@ def test_a_hundred_thousand_mutations_end_no_reader(name: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("row", [[4], [4, {"uid": 4}, "x"], ["a", None, None], None, {"uid": 4}])
 def test_a_damaged_row_of_the_registry_costs_its_answer(row: Any, tmp_path: Path) -> None:
-    """Without it the list would lack a member; the last known list stays instead."""
+    """Skipping the row would drop a member, so the last known list is kept instead."""
     reader, path = READERS["registry"], tmp_path / "state.json"
     whole = json.loads(reader.honest())
     path.write_text(json.dumps(whole | {"rows": [whole["rows"][0], row]}))

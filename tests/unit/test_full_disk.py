@@ -1,4 +1,4 @@
-"""A disk that is full for an hour, under everything that a running miner writes again and again."""
+"""Fill the disk for an hour under the files that a running miner writes repeatedly."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from distributed_training.common.backoff import Repeats
 from distributed_training.common.files import atomic_file
 from distributed_training.telemetry import EventLog, MetricsFile, events
 
-FOR_ALL = 10  # lines of the first ten minutes: one for each file, and a spare
+FOR_ALL = 10  # most lines in the first ten minutes: one for each file, and a few to spare
 
 
 def writers(folder: Path) -> list[Callable[[], object]]:
-    """Each writes other content each time, or it would not write."""
+    """Return writers that write different content each time, as they skip equal content."""
     number = itertools.count()
     log = EventLog.open(folder)
     metrics = MetricsFile(folder / "metrics.prom", every=0.0)
@@ -54,7 +54,7 @@ def test_an_hour_of_a_full_disk_is_a_line_for_each_file_every_ten_minutes(
         for each in written if now < 90 or now % 60 == 0 else ():
             each()
         if now in (89, 3599):
-            # What other tests of this process have left running has other folders.
+            # Threads that other tests left running write to other folders.
             lines.append(sum(str(tmp_path) in record.getMessage() for record in caplog.records))
     assert lines[0] <= FOR_ALL and lines[1] <= 6 * FOR_ALL
     assert "chain.json was not written (No space left on device): a start while" in caplog.text

@@ -1,4 +1,4 @@
-"""Imports: nothing heavy in processes that must stay small or start quickly."""
+"""Check that processes which must stay small or start quickly import nothing heavy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From events to the display: follower, states, view, summary. And the words of a trial."""
+"""Test how events become states and a summary, and the arguments of a trial's scripts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def feed(state: NeuronState, *events: dict[str, Any]) -> NeuronState:
 
 
 def a_miner(uid: int = 0, *, steps: tuple[int, ...] = (1, 2), fault: str = "") -> NeuronState:
-    """A miner that trained, published once and took the outer steps of ``steps``."""
+    """Return a miner that has trained, published once and taken the outer steps ``steps``."""
     miner = NeuronState(Path(f"miner-{uid:03d}"), uid=uid)
     feed(miner, {"time": T0, "kind": "start"})
     for i in range(4):
@@ -105,7 +105,7 @@ def scored(uid: int, reason: str = "", cause: str = "") -> dict[str, Any]:
 
 
 def a_validator(*steps: int, judged: tuple[dict[str, Any], ...] = ()) -> NeuronState:
-    """A validator that called the rounds of ``steps`` and scored an upload of uids 0 and 11."""
+    """Return a validator that held the rounds of ``steps`` and scored uploads of uids 0 and 11."""
     validator = NeuronState(Path("validator"), uid=200)
     feed(validator, *(judged or (scored(0), scored(11))))
     for reached in steps:
@@ -208,7 +208,7 @@ class TestState:
         assert miner.shown()["taken"] == 3
 
     def test_the_time_between_two_steps_is_not_lost(self) -> None:
-        """Rounds, snapshots and loads, but not the night in which the miner was off."""
+        """It includes rounds, snapshots and loads, but not the time in which the miner was off."""
         miner = NeuronState(Path("m"))
         seen = [
             miner.apply({"kind": kind, "time": time, "seconds": 10.0}).get("between_seconds")

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS"))]
 PAGES += sorted(ROOT.glob("docs/*.md"))
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-#: It has those of benchmarks.
+#: This page names flags of benchmarks.
 NO_FLAGS = ("performance",)
 OF_OTHERS = {"help", "help-all", "version"} | {  # and of torchrun
     *("nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port", "max_restarts"),
@@ -38,7 +38,7 @@ pages = pytest.mark.parametrize("page", PAGES, ids=NAMES)
 
 
 def commands(page: Path) -> list[str]:
-    """Lines of the page's bash blocks, comments and output of pipes cut off."""
+    """Return the commands in a page's bash blocks, without comments and pipes."""
     blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.S)
     lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
     return [line.split(" | ")[0] for line in lines if line and not line.startswith("#")]
@@ -87,12 +87,12 @@ def test_make_targets_their_arguments_scripts_and_files_exist(page: Path) -> Non
             build_parser().parse_args(shlex.split(match[1]))
         for word in re.findall(r"[\w./-]+\.(?:py|sh|js)\b|\.ci/run", text):
             if word.startswith(("scripts/", "neurons/", "app.", ".ci/", "bench/")):
-                # The operator's own file; app.config.js reads it where it exists.
+                # This file is the operator's own; app.config.js reads it if it exists.
                 assert word == "app.config.override.js" or (ROOT / word).exists(), text
 
 
 def options_of(parser: argparse.ArgumentParser) -> set[str]:
-    """The flags of a program and of its commands."""
+    """Return the flags of a program and of its commands."""
     found = set(parser._option_string_actions)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -57,7 +57,7 @@ def test_a_read_key_that_can_write_ends_the_start_for_good(monkeypatch) -> None:
 
 
 def test_a_member_with_malformed_keys_costs_only_itself() -> None:
-    """The readers of commitments, of a store that all peers know and of R2."""
+    """Read commitments for a store that all peers know, and for R2."""
     texts = {
         "aws": "AKIA7 secret/of+40",
         "r2": "a" * 32 + "b" * 32 + "c" * 64,

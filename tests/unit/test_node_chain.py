@@ -48,7 +48,7 @@ def test_a_uid_that_the_networks_file_does_not_have_is_refused(
 
 
 class Kept:
-    """A run folder with the chain's state of an hour ago, and no chain."""
+    """A run folder with the chain's state of an hour ago, while the chain does not answer."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path = folder / node_chain.STATE_FILE
@@ -97,7 +97,7 @@ def test_a_start_while_the_chain_is_away_uses_its_last_state(
     "change",
     [
         {"at": time.time() - 25 * 3600},
-        {"at": time.time() + 3600},  # then, or now, this machine's clock is wrong
+        {"at": time.time() + 3600},  # this machine's clock was wrong then, or is wrong now
         {"chain": "finney, netuid 38"},
         {"neurons": (Neuron(uid=3, hotkey=PEER.ss58),)},
     ],
@@ -135,7 +135,7 @@ def test_an_endpoint_that_answers_replaces_the_kept_state(kept: Kept) -> None:
 def test_clocks_that_are_apart_are_named_and_nothing_is_lost(
     apart: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A founder whose clock is wrong: each write is signed with it, so that none counts twice."""
+    """Each write is signed together with the founder's time, so that it cannot count twice."""
     with (
         RegistryServer(tmp_path) as server,
         closing(registry_at(server.url, VALIDATOR)) as founder,

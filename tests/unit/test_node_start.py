@@ -1,4 +1,4 @@
-"""The first steps of a node."""
+"""Test the first steps of a node."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.timeout(60)
 def test_a_hub_that_is_away_is_no_fault_of_the_configuration(
     cause: Exception, end: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Status 2 would leave the miner down after the hub is back."""
+    """With status 2, the miner would stay down after the hub has come back."""
 
     def refused(name: str, **options: object) -> None:
         raise OSError("as transformers says it") from cause
@@ -97,7 +97,7 @@ def named(folder: Path, *flags: str) -> Config:
 
 
 def test_no_run_folder_is_made_in_the_place_of_a_mount_that_is_late(tmp_path: Path) -> None:
-    """After a reboot a checkpoint of 64 GB is on a disk that comes a minute later."""
+    """After a reboot, the disk with a checkpoint of 64 GB may be mounted a minute later."""
     config = named(tmp_path / "data" / "miner")
     with pytest.raises(ConfigError, match=f"since {tmp_path}/data does not exist.*mkdir -p"):
         make_run_folder(config)
@@ -112,7 +112,7 @@ def test_no_run_folder_is_made_in_the_place_of_a_mount_that_is_late(tmp_path: Pa
 def test_a_relative_run_folder_is_made_with_its_parents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is below the folder the miner starts in; only a link out of there may be a late disk."""
+    """It is below the folder in which the miner starts; only a link can lead to a late disk."""
     monkeypatch.chdir(tmp_path)
     assert make_run_folder(config_of()) == tmp_path / "runs" / "miner-default"
     Path("disk").symlink_to(tmp_path / "not" / "mounted")
@@ -135,7 +135,7 @@ def test_a_mount_point_that_is_empty_is_no_run_folder(name: str, tmp_path: Path)
     with pytest.raises(ConfigError, match=r"of data of .*fstab, which is not mounted.*mount "):
         make_run_folder(named(folder), fstab=fstab)
     assert not list(disk.rglob("*miner*"))
-    # A folder that holds a miner is no empty mount point: the line in fstab is an old one.
+    # A folder with a miner's files is not an empty mount point: the line in fstab is outdated.
     folder.mkdir(exist_ok=True)
     (folder / "instance.json").touch()
     assert make_run_folder(named(folder), fstab=fstab) == folder
@@ -144,7 +144,7 @@ def test_a_mount_point_that_is_empty_is_no_run_folder(name: str, tmp_path: Path)
 
 
 def test_in_a_chroot_the_root_is_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table of mounts has no row of that name there."""
+    """There, the table of mounts has no row for the root."""
     monkeypatch.setattr(psutil, "disk_partitions", lambda **_kind: [])
     fstab = tmp_path / "fstab"
     fstab.write_text("UUID=ab / ext4 defaults 0 1\n")
@@ -161,7 +161,7 @@ def test_a_run_folder_whose_variable_is_not_set_is_refused(tmp_path: Path) -> No
 
 
 def test_a_hotkey_has_one_sender_in_each_network(tmp_path: Path) -> None:
-    """Whatever folder a second one runs in; a hotkey that cannot be locked ends nothing."""
+    """The second program's folder does not matter; a hotkey that cannot be locked is no error."""
     wallet = ("--wallet.path", str(tmp_path / "wallets"), "--wallet.name", "lab")
     first = load_config("miner", wallet, environ={}, dotenv=None, check=False)
     with sole_sender(first):  # without a wallet there is nothing to lock

@@ -1,7 +1,7 @@
-"""Flags that operators' guides name: none of them ends a miner, in any kind of network.
+"""No flag that an operators' guide names may end a miner, in any kind of network.
 
-Guides of the public network tell everybody to give them. Where a rule of the network's file holds
-in a flag's place, the start says so in one warning.
+Guides of the public network tell everybody to give these flags. If a rule of the network's file
+takes precedence over a flag, the start says so in one warning.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ NAMED = [
     ["--nproc_per_node=4"],
     ["--nproc_per_node", "8"],
 ]
-#: Those in whose place something of the network holds, by kind of network.
+#: The flags that the network's rules replace, by kind of network.
 REPLACED = {
     "store": {"netuid", "local_batch_size_train_effective", "upload_steps"},
-    # There each member has a bucket, and sends progress to it.
+    # There, each member has a bucket, and sends progress uploads to it.
     "hivemind": {"netuid", "local_batch_size_train_effective"},
     "local": {"netuid", "local_batch_size_train_effective"},
 }

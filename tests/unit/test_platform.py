@@ -1,4 +1,4 @@
-"""Process, variables and disks are another's: none of them ends a program of ours."""
+"""No variable, disk or Python option of a platform may end one of our programs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_variables_of_a_platform_are_ignored_with_one_line(
 
 
 def test_ranks_of_one_machine_meet_at_its_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The doctor's trial of the ranks too."""
+    """This also applies to the doctor's trial of the ranks."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
     assert rank_environment_defaults(ranks=2)["GLOO_SOCKET_IFNAME"] == "lo"
 
@@ -102,9 +102,9 @@ AWS = sorted(
 def test_no_variable_of_another_program_ends_or_changes_the_store_s_client(
     value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All at once: they are read when the client is made."""
+    """All variables are set at once, because they are read when the client is created."""
     for name in AWS:
-        if name != "AWS_CA_BUNDLE":  # which names the authorities for us too
+        if name != "AWS_CA_BUNDLE":  # our own clients use it too
             monkeypatch.setenv(name, value)
     _session.cache_clear()
     secret = SecretStr("a" * 32)
@@ -174,7 +174,7 @@ def test_a_folder_without_hard_links_holds_objects_that_are_written_once(tmp_pat
     with pytest.raises(PreconditionError):
         store.put_new("uploads/1", b"second")
     assert store.get("uploads/1", limit=10) == b"first"
-    (tmp_path / "uploads/2").touch()  # of a writer that was killed when it had taken the name
+    (tmp_path / "uploads/2").touch()  # left by a writer that was killed after taking the name
     store.put_new("uploads/2", b"first")
     assert store.get("uploads/2", limit=10) == b"first"
     assert [info.key for info in store.list_objects()] == ["uploads/1", "uploads/2"]

@@ -1,4 +1,4 @@
-"""Test that durable files outlive the loss of power at any moment."""
+"""Test that durable files survive a power loss at any moment."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def whole(tree: Tree | bytes) -> dict[str, bytes]:
 def test_the_disk_forgets_writes_that_were_not_synced(
     disk_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: without both syncs a new name has no bytes, or is not there."""
+    """This checks the test's disk: without both syncs, a new file is empty or missing."""
     with forgetful_disk(disk_folder, monkeypatch) as disk:
         (disk_folder / "new").write_bytes(b"content")
         (disk_folder / "new").replace(disk_folder / "file")
