@@ -7,7 +7,7 @@ A ``Trainer`` calls ``on_step_end`` after each optimizer step: once for all the 
 writes a checkpoint. So its checkpoints hold the weights after a whole update. When training begins,
 a ``Trainer`` that resumes has already loaded its own checkpoint. Its weights are then replaced by
 the weights in the member's run folder, which are as new or newer. The ``Trainer`` keeps its
-optimizer's state, its schedule and its place in the data.
+optimizer's state, its schedule and its position in the data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from distributed_training.member import join
 
 
 class NetworkCallback(TrainerCallback):
-    """Makes a Hugging Face ``Trainer`` a member of a store network.
+    """Make a Hugging Face ``Trainer`` a member of a store network.
 
     ``net`` is the membership, once training has begun. The reported loss is the last one that the
     ``Trainer`` logged; tokens are reported only if ``include_num_input_tokens_seen`` is set.

@@ -19,7 +19,7 @@ from distributed_training.member import join
 
 
 class LightningCallback(Callback):
-    """Makes a Lightning ``Trainer`` a member of a store network.
+    """Make a Lightning ``Trainer`` a member of a store network.
 
     ``net`` is the membership, once training has started. The reported loss is the loss of the last
     micro-batch.
@@ -59,7 +59,7 @@ class LightningCallback(Callback):
         self._steps = trainer.global_step
         loss = (outputs or {}).get("loss")
         if loss is not None:
-            loss = loss * trainer.accumulate_grad_batches  # Lightning has divided it by that
+            loss = loss * trainer.accumulate_grad_batches  # Lightning divided it by that number
         self.net.step(loss=loss, tokens=self._tokens)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

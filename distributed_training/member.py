@@ -78,11 +78,11 @@ PACKAGE = "distributed_training"  # name of the logger for our lines
 _CLOSED = "the script left the network"
 _SAY_AGAIN = 600.0  # seconds between two log lines about the same cause
 _SILENT = 300.0  # seconds without a step, after which a missed close is logged
-# Most boundaries until a stop, which comes at the next one unless something fails.
+# Limit on the boundaries in close(). Unless something fails, the stop comes at the next one.
 _MOST_BOUNDARIES = 1000
 _joins = itertools.count()
 _members: dict[Path, Net] = {}  # run folder -> the membership, until it is left
-#: The device on which everything here is built: a script may have changed torch's default device.
+#: Everything here is built on this device, because a script may have changed torch's default.
 _HOST = torch.device("cpu")
 
 
@@ -119,7 +119,7 @@ def join(
     optimizers, config = optimizers_of(optimizer), _config_of(network, settings)
     if (net := _members.get(folder := config.run_folder.absolute())) is not None:
         log.info("join() was called again: the previous membership in %s ends", folder)
-        # A notebook cell is run again, or a Trainer is made again.
+        # This happens when a notebook cell is run again, or a Trainer is created again.
         net.close() if net._may_save() else net._leave()
     ranks = _meet()
     import_plugins(config.general.plugins)
@@ -162,33 +162,35 @@ class Net(RankLoop):
         self._called = called  # time of the script's last call of step()
         self._counted = self._weights.steps.step_count
         self._sequences = self._micro_batches = 0  # numbers yielded since the last step
-        self._granted = False  # True if the last command allowed a micro-batch
-        self._not_finite = False  # True if the last loss here was not: such weights are not saved
-        self._ended = self._closed = self._changes_weights = False
+        self._granted = False  # True if the last command allowed a micro-batch, not used yet
+        self._not_finite = False  # True if the last loss was NaN or Inf: then nothing is saved
+        self._ended = self._closed = False
+        # True while a boundary changes weights, and after an interrupt that stopped the change.
+        self._changes_weights = False
         self._repeats = Repeats(_SAY_AGAIN)
         self._undone = UndoneUpdates(self._weights.shards)
         self._stack = ExitStack()
 
     @property
     def outer_step(self) -> int:
-        """The outer step whose epoch-start weights the model trains from."""
+        """The outer step from whose initial weights the model trains."""
         return self._weights.outer_step
 
     @property
     def inner_step(self) -> int:
-        """Optimizer steps in this outer step; an update subtracts those that its upload has."""
+        """Optimizer steps in this outer step, less those that an applied upload contains."""
         return self._weights.inner_step
 
     @property
     def verdict(self) -> str:
-        """The verdict on this member, as ``dt-status`` words it; empty on ranks other than 0."""
+        """The verdict on this member in the words of ``dt-status``; empty except on rank 0."""
         return "" if self._rank_zero is None else self._rank_zero.facts.verdict
 
     def step(self, loss: Tensor | float | None = None, tokens: int | None = None) -> None:
-        """Record an optimizer step, and do what is due: upload, apply an update, save.
+        """Record an optimizer step, and upload, apply an update or save if that is due.
 
-        Call it on each rank. Afterwards the model may have different weights, if a new outer step
-        has begun. It never waits for the network, and an error in it is only a warning.
+        Call it on each rank. If a new outer step has begun, the model has different weights
+        afterwards. It never waits for the network, and an error in it only logs a warning.
 
         Args:
             loss: Mean loss of this rank's share of the step, in nats per token, for the log and
@@ -200,17 +202,15 @@ class Net(RankLoop):
             return
         if self._changes_weights:
             raise RuntimeError(
-                "net.step() was interrupted while it changed weights, so they may be half changed "
-                "and nothing more is trained on them: call join() again, which continues from the "
-                "last checkpoint"
+                "this membership was interrupted while it changed weights, so they may be half "
+                "changed and nothing more is trained on them: call join() again, which continues "
+                "from the last checkpoint"
             )
-        # Keep this set until the change ends, since an interrupt may leave weights half changed.
-        self._changes_weights = True
         with self._survives("net.step()"):
             self._count_step(loss, tokens)
-        # Do this even if that failed, since the other ranks wait for this one at the boundary.
+        # Do this even if counting failed, since the other ranks wait for this one at the boundary.
         with self._survives("net.step()"):
-            # Carry out what is due, until the next micro-batch is due.
+            # Carry out one command after another until the script is to train again.
             if self._controller is not None:
                 self._controller.idle_wait = 0.0
             while True:
@@ -220,7 +220,6 @@ class Net(RankLoop):
                 if action in (Action.TRAIN, Action.IDLE, Action.WAIT_FOR_DATA, Action.STOP):
                     self._granted = action is Action.TRAIN
                     break
-        self._changes_weights = False
 
     def batches(self) -> Iterator[Tensor]:
         """Yield micro-batches of the network's text, int64 ``(sequences, length)``, on each rank.
@@ -265,8 +264,8 @@ class Net(RankLoop):
             return
         if self._half_changed():
             log.warning(
-                "The last step was interrupted, so no checkpoint is written: a restart will "
-                "continue from the last one"
+                "An interrupt may have left the weights half changed, so no checkpoint is written: "
+                "a restart will continue from the last one"
             )
         elif not self._ended:
             with self._survives("the last checkpoint"):
@@ -283,7 +282,7 @@ class Net(RankLoop):
 
     def _may_save(self) -> bool:
         """Return whether a checkpoint can be written after an interrupt."""
-        # Another rank may be in a collective of the training that never ends.
+        # With several ranks, another one may be waiting in a collective that never ends.
         return not self._half_changed() and self._weights.stream.world_size == 1
 
     def __enter__(self) -> Self:
@@ -308,17 +307,17 @@ class Net(RankLoop):
 
         Args:
             stack: Holds the threads, files and locks of this rank.
-            folder: The run folder; this process has one membership at a time in it.
+            folder: The run folder, in which this process has only one membership at a time.
         """
         self._stack = stack
         _members[folder] = self
         stack.callback(_members.pop, folder, None)
-        atexit.register(self._leave)  # for a script that neither closes it nor leaves its context
+        atexit.register(self._leave)  # if the script neither calls close() nor leaves the context
         this = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: None if (net := this()) is None else net._drop())
 
     def _drop(self) -> None:
-        """Do nothing from now on: this is a forked process, and the membership is its parent's."""
+        """Do nothing from now on, because the membership belongs to the parent of this fork."""
         self._ended = self._closed = True
         _members.clear()
 
@@ -326,7 +325,7 @@ class Net(RankLoop):
         """Count the optimizer's steps since the last call, and report them."""
         weights, began = self._weights, self._called[0]
         self._called[0] = time.perf_counter()
-        # Do this first: if it fails for wrong tokens, the next call counts the step.
+        # Convert the tokens first: if that fails, the next call still counts the step.
         if tokens is None:
             tokens = self._sequences * weights.sequence_length
         tokens = int(tokens)
@@ -388,7 +387,7 @@ class Net(RankLoop):
             self._controller.post(event)
 
     def _end(self) -> None:
-        """Record a stop, after the last checkpoint was written."""
+        """Record that the membership has ended, after the last checkpoint was written."""
         self._ended = True
         if self._controller is not None:
             self._controller.drain()
@@ -424,14 +423,17 @@ class Net(RankLoop):
     def boundary(self) -> Command:
         """Decide what is due between two micro-batches, and carry it out."""
         with _HOST:
-            return super().boundary()
+            command = super().boundary()
+        self._changes_weights = False
+        return command
 
     def _next_command(self) -> Command | None:
         with self._survives("the decision on what is due"):
             return super()._next_command()
-        return Command(Action.IDLE)  # after an error too, the other ranks wait for a command
+        return Command(Action.IDLE)  # the other ranks wait for a command even after an error
 
     def _carry_out(self, command: Command) -> ev.Event | None:
+        self._changes_weights = True  # until the boundary ends, which an interrupt may prevent
         action, skipped = command.action, ev.CheckpointBegun(self.outer_step, lambda: False)
         if action is Action.CHECKPOINT and self._may_be_bad():
             if (again := self._repeats("loss")) is not None:
@@ -448,7 +450,7 @@ class Net(RankLoop):
                 self._undone.updated(before)
             return event
         except Exception as error:  # noqa: BLE001 - it must not end the script
-            if not isinstance(error, FrozenTensorError):  # the line about the upload says it all
+            if not isinstance(error, FrozenTensorError):  # the upload's log line explains it
                 self._warn(action.name.lower().replace("_", " "), error)
             match action:
                 case Action.OUTER_STEP:
@@ -513,7 +515,7 @@ def _config_of(network: str | os.PathLike[str] | None, settings: dict[str, Any])
 
 def _meet() -> RankChannel:
     """Return the ranks of this script: those of its process group, if it has made one."""
-    number = next(_joins)  # a new prefix for each join, since keys stay in the store
+    number = next(_joins)  # each join needs its own prefix, since keys stay in the store
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return RankChannel(rank=0, world_size=1, group=None, store=dist.HashStore())
     return RankChannel(
@@ -594,7 +596,7 @@ def _open(
     file = LauncherFile(folder)
     stack.enter_context(occupied(config, folder))
     file.owned = True
-    forget_ranks(folder)  # files left by a miner that ran here
+    forget_ranks(folder)  # a miner that ran here may have left files
     write_instance(folder)
     file.start()
 
@@ -620,7 +622,7 @@ def _open_log(config: Config, stack: ExitStack) -> None:
 
     stack.callback(restore)
     requests = logging.getLogger("httpx")
-    if requests.level == logging.NOTSET:  # basicConfig would show a line for each request
+    if requests.level == logging.NOTSET:  # after basicConfig, httpx logs a line per request
         requests.setLevel(logging.WARNING)
         stack.callback(requests.setLevel, logging.NOTSET)
     if logger.level == logging.NOTSET:
@@ -629,4 +631,5 @@ def _open_log(config: Config, stack: ExitStack) -> None:
         output = logging.StreamHandler(sys.stdout)
         output.setFormatter(LineFormatter(rank=0))
         logger.addHandler(output)
-        logger.propagate = False  # if the script adds handlers later, lines would appear twice
+        # If the script added a handler to the root logger later, lines would appear twice.
+        logger.propagate = False

@@ -42,7 +42,7 @@ def model_config(network: str | os.PathLike[str] | None = None) -> dict[str, Any
 def lora_config(network: str | os.PathLike[str] | None = None) -> Any:
     """Return the ``peft.LoraConfig`` of a network that trains adapters, for ``get_peft_model``.
 
-    A script may set ``lora_dropout`` in it as it likes: the network does not prescribe that.
+    A script may change ``lora_dropout`` in it, because the network does not prescribe that value.
 
     Args:
         network: As for :func:`model_config`.
