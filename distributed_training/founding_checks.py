@@ -1,8 +1,8 @@
 """Check a founder's model, tokenizer and data, and pin them, before the file is signed.
 
 A mistake in that file can cost every member weeks. So the data and the tokenizer are read, and the
-model is built and compared with ``transformers``. What may change later is pinned in the rules, by
-a commit, a row count or a digest.
+model is built and compared with ``transformers``. Anything that could change later is pinned in the
+rules by a commit, a row count or a digest.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from distributed_training.protocol.pages import HELD_OUT_PAGES
 
 _HELD_OUT_SHARE = 16  # one in this many pages of a small data set is held out
 _HUB_SECONDS = 10.0  # seconds that the hub may take to name a commit
-_OF_HUB = (OSError, ValueError, httpx.HTTPError)  # the hub's errors; ValueError: an invalid name
-# Files that are downloaded of a model at the hub.
+_OF_HUB = (OSError, ValueError, httpx.HTTPError)  # the hub's errors, and that of an invalid name
+# The files of a model that are downloaded from the hub.
 _OF_BASE = ["*.json", "*.safetensors", "*.model", "*.txt"]
 
 
 def pin_data(data: dict[str, Any], *, unpinned: bool) -> None:
     """Add to ``[data]`` the commit and row count that its source serves now, unless it has them.
 
-    The standard library's text is not pinned, since it is for trials on one machine. ``unpinned``:
-    add nothing. In that case, or if ``[data]`` has them, a source that does not answer is no error.
+    The standard library's text is not pinned, since it is for trials on one machine. If
+    ``unpinned``, nothing is added. In that case, or if ``[data]`` already has a commit or a row
+    count, a source that does not answer is no error.
 
     Raises ConfigError for a source that no miner could read.
     """
@@ -56,7 +57,7 @@ def pin_data(data: dict[str, Any], *, unpinned: bool) -> None:
     try:
         found = readable(DataSettings(**given))
     except ValidationError:
-        return  # the whole file will be refused for it
+        return  # a later check refuses the whole file
     except NothingToRead as error:
         raise ConfigError(
             f"no miner could read the data ({error}), so no network was created: correct "
@@ -75,10 +76,11 @@ def pin_data(data: dict[str, Any], *, unpinned: bool) -> None:
 
 
 def choose_pages(data: dict[str, Any], *, beside: Path | None = None) -> dict[str, bytes]:
-    """Let pinned data use the draw in which no two members share a page, and hold pages out.
+    """Choose ``data.selection`` 2 for pinned data, so that no two members share a page.
 
-    Pin the files of held-out text. Return the local ones by the names that the network's file gives
-    them. ``beside``: the folder of another network's file, whose held-out text may be named.
+    Also choose how many pages are held out, and pin the files of held-out text. Return the contents
+    of local files by the names that the network's file gives them. ``beside``: the folder of
+    another network's file, whose held-out text may be named.
 
     Raises ConfigError.
     """
@@ -94,26 +96,26 @@ def choose_pages(data: dict[str, Any], *, beside: Path | None = None) -> dict[st
     if data.get("rows") is not None:
         data.setdefault("selection", 2)
     rows, of_a_page = data.get("rows"), data["rows_per_page"]
-    # A value of the wrong type is refused later, with the whole file.
+    # A value of the wrong type is refused later, when the whole file is checked.
     if data.get("selection") == 2 and type(rows) is type(of_a_page) is int and of_a_page > 0:
         share = rows // of_a_page // _HELD_OUT_SHARE
-        # With a file of held-out text, hold out only the one page that the draw needs.
+        # If there is a file of held-out text, hold out only the one page that the draw needs.
         share = 1 if pinned else min(HELD_OUT_PAGES, share)
         data.setdefault("held_out_pages", max(1, share))
     return kept
 
 
 def _pin_file(named: str, column: str, kept: dict[str, bytes], beside: Path | None) -> str:
-    """Return the name of a file of held-out text, or a domain ``NAME=FILE``, with its digest.
+    """Return the name of a file of held-out text, or of a domain ``NAME=FILE``, with its digest.
 
-    A local file is named without its folder, which is of no use to members, and its content is
-    added to ``kept``. Raises ConfigError if the file cannot be read.
+    The name of a local file loses its folder, which members do not have, and its content is added
+    to ``kept``. Raises ConfigError if the file cannot be read.
     """
     from distributed_training.data.held_out import file_rows, read_file
     from distributed_training.data.page_source import PageUnavailable
 
     start = re.match(DOMAIN_NAME, named)
-    assert start is not None  # each part of the pattern is optional
+    assert start is not None  # the pattern matches any text, since all its parts are optional
     place, _, digest = named[start.end() :].partition("#")
     try:
         source = place
@@ -126,7 +128,7 @@ def _pin_file(named: str, column: str, kept: dict[str, bytes], beside: Path | No
     digest = hashlib.sha256(content).hexdigest()
     if "://" not in place:
         place = re.sub(r"[^\w.-]", "-", Path(place).name)
-        if kept.setdefault(place, content) != content:  # another file has the same name
+        if kept.setdefault(place, content) != content:  # if another file has the same name
             place = f"{digest[:8]}-{place}"
             kept[place] = content
     return f"{start[0]}{place}#{digest}"
@@ -135,7 +137,7 @@ def _pin_file(named: str, column: str, kept: dict[str, bytes], beside: Path | No
 def pin_tokenizer(table: dict[str, Any]) -> None:
     """Add the commit of a tokenizer at the hub to ``[tokenizer]``, unless it has one.
 
-    If the hub does not name it, print a warning: everybody will use the newest version.
+    If the hub does not name the commit, print a warning, since everybody will use the newest one.
     """
     name = table["name"]
     if name == "bytes" or "revision" in table or Path(name).is_dir():
@@ -171,7 +173,7 @@ def refuse_vocabulary(table: Mapping[str, Any], model: Any) -> None:
 
     name, words = table["name"], model.get("vocab_size") if isinstance(model, dict) else None
     if not isinstance(name, str) or not isinstance(words, int):
-        return  # the whole file will be refused for it
+        return  # a later check refuses the whole file
     revision = table.get("revision")
     pinned = isinstance(revision, str) and re.fullmatch(r"[0-9a-f]{40}", revision)
     if not (name == "bytes" or Path(name).is_dir() or pinned):
@@ -180,7 +182,7 @@ def refuse_vocabulary(table: Mapping[str, Any], model: Any) -> None:
         with TemporaryDirectory() as folder:
             path, end = build_tokenizer(name, Path(folder), revision=revision)
             needed = TextTokenizer(path, eos_id=end).vocabulary
-    except (ValueError, OSError) as error:  # an OSError comes from the temporary folder's disk
+    except (ValueError, OSError) as error:  # OSError: the disk of the temporary folder fails
         if hub_is_away(error):
             print(f"the tokenizer was not checked: {error}", file=sys.stderr)
             return
@@ -196,7 +198,7 @@ def refuse_vocabulary(table: Mapping[str, Any], model: Any) -> None:
 def publish_folders(rules: dict[str, Any], target: Path) -> None:
     """Copy a tokenizer and data that are on this machine to ``target``, and name them by digest.
 
-    The validator publishes that folder, so no member needs the founder's path. Raises ConfigError.
+    The validator publishes ``target``, so no member needs the founder's path. Raises ConfigError.
     """
     from distributed_training.config.settings import DataSettings
     from distributed_training.data.sources import kind_of
@@ -222,7 +224,7 @@ def publish_folders(rules: dict[str, Any], target: Path) -> None:
 
 
 def _compare_tokenizers(given: Path, copied: Path) -> None:
-    """Raise ConfigError if the copied files are not the complete tokenizer."""
+    """Raise ConfigError if the copied files do not make up the whole tokenizer."""
     from distributed_training.data.tokenizer import build_tokenizer, tokenizer_hash
 
     found = []
@@ -251,8 +253,8 @@ def read_model(path: Path | None, *, tokenizer: str) -> dict[str, Any]:
         if path is not None:
             content = read_config(str(path))
         elif tokenizer == "bytes":
-            # A model of 1.9 million parameters that reads bytes and trains on a laptop. Its token
-            # 256 ends a text.
+            # This model of 1.9 million parameters reads bytes and trains on a laptop. Token 256
+            # ends a text.
             ends = {"eos_token_id": 256, "pad_token_id": 256}
             content = local_llama_config(sequence_length=1024) | ends
         else:
@@ -268,10 +270,10 @@ def read_model(path: Path | None, *, tokenizer: str) -> dict[str, Any]:
 def check_model(model: dict[str, Any], length: Any) -> None:
     """Compare ``[model]`` with the model that peers build, and fill in its number of parameters.
 
-    ``length``: tokens in a sequence; anything but a number is refused later, with the whole file.
+    ``length``: tokens in a sequence; if it is not a number, a later check refuses the file.
 
-    Raises ConfigError for a model that would be computed differently here, and for a number of
-    parameters or a ``length`` that the model does not have.
+    Raises ConfigError for a model that our code would compute differently from ``transformers``,
+    for a wrong number of parameters, and for a ``length`` above the model's positions.
     """
     from distributed_training.common.memory import ModelShape
     from distributed_training.training.model import blocks_of, build_meta_model, count_parameters
@@ -306,24 +308,10 @@ def check_model(model: dict[str, Any], length: Any) -> None:
             f"nothing was signed: use --set training.sequence_length={positions}, or "
             "correct max_position_embeddings"
         )
-    experts, window = (
-        getattr(built.config, name, None) for name in ("num_experts_per_tok", "sliding_window")
-    )
-    if experts:
-        print(
-            "a mixture of experts is trained without a router loss here: experts may collapse",
-            file=sys.stderr,
-        )
-    if window and isinstance(length, int) and window < length:
-        print(
-            f"layers with a window of {window} tokens get a mask, for which GPUs have no flash "
-            "kernel: their attention is slower, and takes memory for each pair of tokens",
-            file=sys.stderr,
-        )
 
 
 def _of_table(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``config.json`` of ``[model]``, with the file's other rules about the model."""
+    """Return the ``config.json`` in ``[model]`` with the other rules of that table."""
     return with_rules(
         model["config"], model.get("kind"), model.get("trainable"), model.get("settings")
     )
@@ -352,7 +340,7 @@ def find_base(given: Path) -> tuple[Path, str]:
 
 
 def adapter_rules(lora: str, config: Path, base: str) -> list[tuple[str, Any]]:
-    """Return the keys of ``[model]`` for ``--lora``; ``base``: the base's name. See read_rules.
+    """Return the keys that ``--lora`` adds to ``[model]``; ``base`` is the base's name.
 
     Raises ConfigError.
     """
@@ -458,9 +446,9 @@ def _with_usual_names(content: dict[str, Any]) -> dict[str, Any]:
 def _without_nulls_of_meaning(content: dict[str, Any]) -> dict[str, Any]:
     """Return a ``config.json`` that describes the same model without nulls.
 
-    For an absent key, transformers uses a default, which a null overrides: without its null, a
-    Mistral model that has no window would get one of 4096 tokens. Raises ValueError for such a
-    null, unless a value can replace it.
+    For an absent key, transformers uses a default, which a null overrides. For example, a Mistral
+    model without a window would get one of 4096 tokens if its null were left out. Raises ValueError
+    for such a null, unless a value can replace it.
     """
     from distributed_training.training.model import hf_config
 
@@ -474,7 +462,7 @@ def _without_nulls_of_meaning(content: dict[str, Any]) -> dict[str, Any]:
         except Exception:  # noqa: BLE001 - building the model reports what transformers refuses
             continue
         positions = content.get("max_position_embeddings")
-        if meant == read or not read:  # null means the same as false, 0 and an absent key
+        if meant == read or not read:  # null means the same as an absent key, or as false or 0
             continue
         if key != "sliding_window" or not isinstance(positions, int):
             raise ValueError(

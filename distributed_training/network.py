@@ -1,14 +1,14 @@
-"""A network is a file: the rules that all its peers share, signed by its master hotkey.
+"""Digest, sign and verify a network's file: the rules that all its peers share.
 
-``network.toml`` names the chain, the model, the tokenizer, the data, the training constants, the
-period and the store (docs/network-file.md). Comments and layout do not count: what counts is the
-digest of the canonical form (protocol page, section 2). The run's id is the digest of only the keys
-that :func:`is_identity` accepts, which no version changes. Each version names the digest of the
-previous version and the outer step from which it is in force.
+``network.toml``, which the master hotkey signs, names the chain, the model, the tokenizer, the
+data, the training constants, the period and the store (docs/network-file.md). Comments and layout
+do not matter, because the digest is that of the canonical form (protocol page, section 2). The
+run's id is the digest of only those keys that :func:`is_identity` accepts, which no version
+changes. Each version names the digest of the previous version and the outer step from which it is
+in force.
 
-This module digests, signs and verifies a file; :mod:`.network_place` finds it. The types and ranges
-of its values are those of the settings that they become, which :mod:`distributed_training.config`
-applies.
+:mod:`.network_place` finds the file. The values become settings, so
+:mod:`distributed_training.config` checks their types and ranges.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ from distributed_training.protocol.metadata import with_rules
 from distributed_training.protocol.pages import HELD_OUT_PAGES
 from distributed_training.protocol.types import OWN_CODECS, Sign
 
-#: Format 2 has only the exchange ``store``. Files of subnet 38's protocol have format 1, or format
-#: 2 with ``hivemind``: the commit :data:`LAST_OF_SUBNET_38` was the last one that read them.
+#: In format 2, the exchange is always ``store``. A file with format 1, or with format 2 and
+#: ``hivemind``, is for subnet 38's protocol, which commit :data:`LAST_OF_SUBNET_38` was the last to
+#: read.
 FORMATS = (2, 3)
 LAST_OF_SUBNET_38 = "10170bb9"
-_BITS = "round.bits"  # in earlier files, instead of round.codec: 4, 3 or 2
-#: In earlier files, instead of round.period: a block's seconds, the number of blocks, and a key
-#: that has no effect any more.
+_BITS = "round.bits"  # earlier files have this key (4, 3 or 2) instead of round.codec
+#: Instead of round.period, earlier files have the seconds of a block, the number of blocks, and a
+#: key that has no effect any more.
 _BLOCKS = ("round.seconds_per_block", "round.blocks_per_allreduce", "round.epoch_length")
-_ROWS_API = "data.rows_url"  # in earlier files; without effect, since the rows API is gone
+_ROWS_API = "data.rows_url"  # in earlier files; it has no effect, since the rows API is gone
 _EARLIER = {_BITS, *_BLOCKS, _ROWS_API}
 #: Keys that only the exchange ``hivemind`` has.
 _OF_AVERAGE = frozenset({"round.average_after", "round.sample"})
 #: The files that come with the program, by their name for ``--network``.
 BUILT_IN = {"local": Path(__file__).parent / "networks" / "local.toml"}
-#: The rules of a network whose founder sets no others, by key; they are the settings' defaults too.
+#: The rules that a network has unless its founder sets others; also the defaults of the settings.
 USUAL: Mapping[str, Any] = {
     "data.source": "hub",
     "data.dataset": "HuggingFaceFW/fineweb-edu",
@@ -73,21 +74,21 @@ USUAL: Mapping[str, Any] = {
     "limits.max_uids": 256,
 }
 LARGEST_FILE = 1 << 20  # bytes
-LARGEST_SHOWN = 4096  # bytes of ``network.json``, in which the global bucket names its network
-KEPT = "network"  # folder of the last good copy, in the run folder
+LARGEST_SHOWN = 4096  # bytes of ``network.json``, which says whose network a global bucket holds
+KEPT = "network"  # folder in the run folder, for the last good copy of the file
 FILE = "network.toml"
 HELD_OUT = "held-out"  # folder of held-out text, next to the founder's file and in run folders
 VERSIONS = "versions"  # folder of all signed versions, next to the founder's file
 
 _RUN_ID_DIGITS = 12
 _CHAIN_KEYS = {"bittensor": {"chain.endpoint", "chain.netuid"}, "registry": {"chain.url"}}
-#: Each other key has a default, and only the keys of a file are in its digest.
+#: All other keys have defaults. The digest covers only the keys that are in the file.
 _REQUIRED = {
     *USUAL, "format", "name", "version", "exchange", "chain.kind", "chain.master_hotkey",
     "model.parameters", "tokenizer.name", "round.grace", "store.global_bucket",
 }  # fmt: skip
 _FIRST_TABLE = re.compile(r"^\s*\[", re.M)
-# A comment or a string in TOML. Only the opening quote is required, because otherwise the search
+# Matches a comment or a string in TOML. Only the opening quote is required: otherwise, the search
 # for the end of an unterminated string would start again at each character.
 _NO_KEY = re.compile(
     r'''\#[^\n]*+
@@ -101,10 +102,10 @@ _MOST_SHOWN = 300  # most characters of a cause or a remedy
 
 
 class NetworkFileError(ValueError):
-    """A network's file is refused: the cause, and what to do."""
+    """A network's file is refused. The text is the cause; ``remedy`` says what to do."""
 
     def __init__(self, cause: str, remedy: str) -> None:
-        super().__init__(f"{cause:.{_MOST_SHOWN}}")  # cut it, because it may repeat the file
+        super().__init__(f"{cause:.{_MOST_SHOWN}}")  # cut, because it may quote much of the file
         self.remedy = f"{remedy:.{_MOST_SHOWN}}"
 
 
@@ -119,13 +120,13 @@ _Word = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 _Count = Annotated[int, Field(ge=1, le=10**13)]
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Patterns = Annotated[list[str], Field(min_length=1, max_length=1000)]
-# The first character is not a dash, because pip would take it for an option.
+# The first character must not be a dash, because pip would take the word for an option.
 _Software = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._~:/@+=%#,\[\]-]{0,299}$")]
 
 
 @checked(frozen=True, config=ConfigDict(strict=True))
 class Head:
-    """The keys of a network's file that are not settings. The alias of a field is its key."""
+    """Hold the keys of a network's file that are not settings. A field's alias is its key."""
 
     format: Literal[2, 3]
     name: _Word
@@ -172,13 +173,13 @@ class Head:
 
 
 _HEAD = {of.alias or name for name, of in vars(Head)["__pydantic_fields__"].items()}
-#: Keys by which the versions of one file follow each other.
+#: The keys that link each version of a file to the previous one.
 VERSION_KEYS = ("version", "previous", "from_outer_step")
 
 
 @dataclass(frozen=True)
 class Network:
-    """One network's rules. ``values``: keyed like settings (``training.sequence_length``)."""
+    """Hold one network's rules. ``values`` has keys like ``training.sequence_length``."""
 
     place: str  # path or URL
     head: Head
@@ -202,7 +203,7 @@ class Network:
 
     @property
     def rules_id(self) -> str:
-        """The id that two peers compare to make sure that they have the same rules."""
+        """The id by which two peers find out whether they have the same rules."""
         return self.digest[:_RUN_ID_DIGITS]
 
     @property
@@ -216,11 +217,11 @@ class Network:
 
 @checked(frozen=True, config=ConfigDict(strict=True))
 class Shown:
-    """The content of ``network.json``, which says whose network a global bucket belongs to.
+    """Hold the content of ``network.json``, which says to whose network a global bucket belongs.
 
     ``run_id``: the network's ``rules_id``; None if an earlier version of the program wrote it.
-    ``network``: the id of its run, in a file that the master has signed; None if the file is
-    unsigned, and so means nothing.
+    ``network``: the id of its run if the master has signed the file; None if nobody has, in which
+    case members ignore the file.
     """
 
     name: Annotated[str, Field(max_length=63)]
@@ -235,7 +236,7 @@ class Shown:
         return cls(head.name, head.version, values["chain.master_hotkey"], network.rules_id)
 
     def to_bytes(self, sign: Sign | None) -> bytes:
-        """Return the file, signed by ``sign``; unsigned if that is None."""
+        """Return the file, signed by ``sign`` unless that is None."""
         content = {name: value for name, value in asdict(self).items() if value is not None}
         form = json.dumps(content).encode()
         return form if sign is None else sign_form(NETWORK, form, sign)
@@ -284,9 +285,9 @@ def other_version(shown: Shown, ours: Network) -> str:
 def tree_of(text: str) -> dict[str, Any]:
     """Return the tables of a file's ``text``. Raises NetworkFileError if it is not TOML."""
     try:
-        # tomllib's memory grows with the square of a dotted key's length: 32 kB of "a.a.a" take
-        # 1 GB, so anybody who can write to the founder's web site could make every start fail. A
-        # quoted part of a key counts like a bare one; values and comments do not count.
+        # tomllib's memory grows with the square of a dotted key's length. Since 32 kB of "a.a.a"
+        # take 1 GB, anybody who can write to the founder's web site could make every start fail.
+        # Quoted parts of a key count as well; values and comments do not.
         if _DEEP_KEY.search(_NO_KEY.sub("q", text)):
             raise ValueError("nested too deeply")
         return parse_toml(text)
@@ -295,7 +296,7 @@ def tree_of(text: str) -> dict[str, Any]:
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``{"training.sequence_length": 1024, ...}``; deeper tables stay as they are."""
+    """Return the keys of all tables as ``section.key``. Deeper tables stay as they are."""
     flat: dict[str, Any] = {}
     for section, value in tree.items():
         if isinstance(value, dict):
@@ -340,7 +341,7 @@ def parse(text: str, *, place: str, keys: Collection[str]) -> Network:
     refuse_format(flat)
     known = {*keys, *_HEAD, *_EARLIER}
     for key in sorted(flat.keys() - known):
-        # A program that ignored an unknown key would train by different rules from its peers'.
+        # A program that ignored an unknown key would train by other rules than its peers.
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
         hint = f"did you mean {near[0]}?" if near else "docs/network-file.md lists all keys"
         raise NetworkFileError(f"{key!r} is not a key of it", hint)
@@ -354,7 +355,7 @@ def parse(text: str, *, place: str, keys: Collection[str]) -> Network:
     head = _head({key: flat[key] for key in _HEAD & flat.keys()})
     _refuse_exchange(flat)
     _refuse_data(flat)
-    # [chain] may have only the keys of its kind; a plug-in's kind may have any keys.
+    # [chain] may have only the keys of its kind, but the kind of a plug-in may have any keys.
     for kind, of_kind in _CHAIN_KEYS.items() if head.chain in _CHAIN_KEYS else ():
         for key in sorted(of_kind):
             if (key in flat) != (kind == head.chain):
@@ -374,7 +375,7 @@ def parse(text: str, *, place: str, keys: Collection[str]) -> Network:
             "model.frozen and model.trainable_parameters do not say which tensors stay unchanged",
             "let dt-network init write both",
         )
-    # Built-in files are part of the program, so they are trusted as it is.
+    # Built-in files need no signature, because they are part of the program.
     built_in = "signature" not in flat and any(
         digest == digest_of(flatten(built_in_rules(name))) for name in BUILT_IN
     )
@@ -401,7 +402,7 @@ def parse(text: str, *, place: str, keys: Collection[str]) -> Network:
             )
     values = {key: value for key, value in flat.items() if key in keys}
     values |= in_other_words
-    # Peers of two runs use different DHT keys, so they cannot meet.
+    # Peers of different runs cannot meet, since the run's id is part of their DHT keys.
     identity = {key: value for key, value in flat.items() if is_identity(key)}
     values.setdefault("run_id", digest_of(identity)[:_RUN_ID_DIGITS])
     values.setdefault("chain.netuid", 0)  # a registry is one network
@@ -427,16 +428,10 @@ def refuse_format(flat: Mapping[str, Any]) -> None:
             f"its format is {format_!r}, but this program reads {' and '.join(map(str, FORMATS))}",
             "update the miner, or ask the founder for a file of such a format",
         )
-    if "model.config_file" in flat:
-        raise NetworkFileError(
-            "its model.config_file names another file, which is no longer read",
-            "put that file's content into [model.config], which keeps the signature valid, "
-            "and do the same in each file of versions/",
-        )
 
 
 def _codec_of(flat: Mapping[str, Any]) -> dict[str, str]:
-    """Return the codec of an earlier file, which names only its bits. Raises NetworkFileError."""
+    """Return the codec of an earlier file, which only gives its bits. Raises NetworkFileError."""
     if _BITS not in flat:
         return {}
     codec = f"{flat[_BITS]}-bit"
@@ -476,16 +471,11 @@ def without_blocks(text: str) -> str:
         changed = text[: first.start()] + line + lines.sub("", text[first.end() :])
         if flatten(tree_of(changed)).get("round.period") == period:
             return changed
-    return text  # the keys are in an inline table, which parse() can still read
+    return text  # the keys are in an inline table; parse() reads them there too
 
 
 def _refuse_data(flat: Mapping[str, Any]) -> None:
     """Refuse keys in [data] that contradict each other. Raises NetworkFileError."""
-    if flat.get("data.source") == "hf":
-        raise NetworkFileError(
-            "data.source is hf, the rows API, which is no longer read",
-            'set data.source = "hub" with its data.revision and data.rows, and sign the file',
-        )
     if flat.get("data.own") is True and (
         flat.get("data.selection", 1) != 1
         or flat.get("data.held_out", "python") in ("pages", "python")
@@ -540,7 +530,7 @@ def _refuse_exchange(flat: Mapping[str, Any]) -> None:
 
 
 def is_identity(key: str) -> bool:
-    """Return whether a different value of ``key`` makes a different network."""
+    """Return whether another value of ``key`` makes it another network."""
     return key in ("name", "chain.master_hotkey") or key.startswith(("model.", "tokenizer."))
 
 
@@ -563,7 +553,7 @@ def signed(text: str, signer: Any, *, head: Mapping[str, Any] | None = None) -> 
     ``head``: values that replace those in the first lines, if any.
     """
     first = _FIRST_TABLE.search(text)
-    # Look only above the first table, since below it "signature = " is a key of that table.
+    # Look only above the first table, since below its head "signature = " is a key of the table.
     end = first.start() if first else len(text)
     top, rest = text[:end], text[end:].lstrip("\n")
     for key in (*(head or ()), "signature"):
@@ -621,7 +611,7 @@ def read_text(path: Path) -> str:
     """Return the text of a file that belongs to a network. Raises NetworkFileError."""
     try:
         with open_at_once(path) as file:
-            # Reading a pipe that nobody writes to returns None.
+            # This returns None for a pipe that nobody writes to.
             data = file.read(LARGEST_FILE + 1) or b""
     except OSError as error:
         raise NetworkFileError(

@@ -5,6 +5,6 @@
     gpus.py       the GPUs as the driver sees them, and the block that is printed at a start
     bundle.py     the archive of a miner's facts for a helper
 
-Each check ends with ``ok``, ``warn``, ``fail`` or ``skip`` and a reason; a failure names its fix.
-``python -m distributed_training doctor`` runs all of them.
+Each check ends with ``ok``, ``warn``, ``fail`` or ``skip`` and a reason. A failure also says how to
+fix it. ``python -m distributed_training doctor`` runs all checks.
 """

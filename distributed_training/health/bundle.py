@@ -1,8 +1,8 @@
-"""Write the facts that a helper needs about a miner into one archive, without secrets.
+"""Write the facts about a miner that a helper needs into one archive, without secrets.
 
-Only the files below are packed. Our programs write all of them, and mask the secrets that they
-know; ``miner.toml`` may not contain any. This machine's secrets are masked here once more, since
-libraries print lines into the log too.
+Only the files below are packed. Our programs write all of them except ``miner.toml``, which may not
+contain secrets, and mask the secrets that they know. This machine's secrets are masked here once
+more, because libraries also print lines into the log.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from distributed_training.protocol.types import Check
 from distributed_training.telemetry.logs import mask, register_secret
 
 _MOST_BYTES = 4 * 2**20  # most bytes that are packed from the end of a file
-#: Files of the run folder: small ones with the miner's state, and the ends of growing ones. Never
-#: add chain.json: its commitments contain the read keys of all members' buckets.
+#: Files of the run folder. Most are small and hold the miner's state; of growing files, the end is
+#: packed. Never add chain.json, because its commitments contain the read keys of all buckets.
 RUN_FILES = (
     *("config.txt", "launcher.json", "stage.json", "facts.json", "notify.json", "instance.json"),
     *("exit_status.json", "launcher.prom", "metrics.prom", "micro-batch.json"),
@@ -41,7 +41,7 @@ RUN_FILES = (
 
 
 def find_log(pid: int | None) -> Path | None:
-    """Return the file that pm2 writes this miner's output to, or that it was redirected to."""
+    """Return the file with this miner's output: the log of pm2, or the target of a redirection."""
     if pid is not None:
         try:
             process = psutil.Process(pid)
@@ -58,7 +58,7 @@ def find_log(pid: int | None) -> Path | None:
 def _contents(
     config: Config, checks: Sequence[Check], log: Path | None
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield the name, text and description of each file; the text is not masked yet."""
+    """Yield the name, the text and a description of each file. The text is not masked yet."""
     rows = json.dumps([asdict(check) for check in checks], indent=2)
     yield "doctor.json", rows, "the doctor's rows"
     packages = sorted({f"{d.metadata['Name']}=={d.version}" for d in distributions()})
@@ -83,7 +83,7 @@ def _end_of(path: Path) -> str | None:
             data = file.read(_MOST_BYTES)
     except OSError:
         return None
-    if start:  # leave out the line that is cut, since the cut may be inside a secret
+    if start:  # leave out the incomplete first line, because it may begin inside a secret
         data = data.partition(b"\n")[2]
     return data.decode(errors="replace")
 
@@ -118,7 +118,7 @@ def write_bundle(
             archive.addfile(member, io.BytesIO(data))
             lines.append(f"{name:<24} {len(data) / 1000:8.1f} kB  {mask(about)}")
     try:
-        # Follow no link and replace no file.
+        # O_EXCL makes sure that no link is followed and no file is replaced.
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with os.fdopen(handle, "wb") as file:

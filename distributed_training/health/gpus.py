@@ -1,8 +1,8 @@
-"""Read the GPUs from the driver and from torch, and report them at a start.
+"""Read the state of the GPUs from the driver and from torch, and report it at a start.
 
-The driver is asked through NVML, without torch; a figure that it does not give is None. If a driver
-hangs, no call to it returns. So each question has its own thread and a time limit, and while a
-question is open, no other is asked. The block at a start is printed as the operator guide shows it.
+The driver is asked through NVML, without torch; a figure that it does not have is None. If a driver
+hangs, calls to it never return. So each call has its own thread and a time limit, and while one has
+not returned, there is no other. The block at a start is printed as the operator guide shows it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Seconds to wait for an answer. The first question after a reboot wakes up every card, so it may
-#: take long; a sample delays an inner step, so it may not.
+#: Seconds to wait for an answer. The first call after a reboot initializes every card, so it may
+#: take long. A sample may not, because it delays an inner step.
 START_PATIENCE, SAMPLE_PATIENCE = 60.0, 2.0
-_open_question: list[threading.Thread] = []  # the question that the driver has not answered
+_open_question: list[threading.Thread] = []  # the thread whose call has not returned
 
-_kept: list[tuple[Any, list[Any]]] = []  # the driver's library and the cards when it was opened
+_kept: list[tuple[Any, list[Any]]] = []  # the driver's library, and the cards at the time it opened
 _RULE = "=" * 80
 
 
@@ -63,7 +63,7 @@ def within(seconds: float, otherwise: T, ask: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class GpuSample:
-    """One reading. Memory is in GB of 1e9 bytes, of the whole card, for all processes together."""
+    """Hold one reading of a card. Memory is in GB of 1e9 bytes, for all processes together."""
 
     name: str
     memory_total_gb: float
@@ -74,9 +74,9 @@ class GpuSample:
 
 
 def visible_gpu_count() -> int:
-    """Count the GPUs this process may use; 0 without a driver or if all are hidden.
+    """Count the GPUs that this process may use. Without a driver, there are 0.
 
-    An empty ``CUDA_VISIBLE_DEVICES`` hides them.
+    An empty ``CUDA_VISIBLE_DEVICES`` hides all of them.
     """
     return _ask(START_PATIENCE, 0, lambda nvml: len(_visible_handles(nvml)))
 
@@ -88,12 +88,12 @@ def driver_version() -> str | None:
 def sample_gpu(device: int = 0, *, patience: float = START_PATIENCE) -> GpuSample | None:
     """Sample the process's ``device``-th visible GPU; None if the driver gives no answer for it.
 
-    So it is without an NVIDIA driver, nvidia-ml-py or such a GPU, and for a card that fell off the
-    bus. ``CUDA_VISIBLE_DEVICES`` is honoured, with numbers as well as UUIDs.
+    The reason may be that there is no NVIDIA driver, no nvidia-ml-py or no such GPU, or that the
+    card fell off the bus. ``CUDA_VISIBLE_DEVICES`` may contain numbers and UUIDs.
     """
 
     def read(nvml: Any, handle: Any) -> GpuSample:
-        # Every card has these two figures; the others may be missing.
+        # Every card has a name and figures for its memory. The other figures may be missing.
         memory, name = nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetName(handle)
         heat = partial(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU)
         power = _optional(nvml, partial(nvml.nvmlDeviceGetPowerUsage, handle))
@@ -125,9 +125,9 @@ def describe_gpu(device: int) -> str:
 
 
 def keep_driver_open() -> None:
-    """Keep the driver's library open in this process, so that each question takes microseconds.
+    """Keep the driver's library open in this process, so that each call takes microseconds.
 
-    The cards keep their current numbers, even if a card is lost.
+    The cards keep their current numbers even if one of them is lost.
     """
 
     def keep() -> None:
@@ -158,7 +158,7 @@ def _optional(nvml: Any, read: Callable[[], float]) -> float | None:
 
 
 def _ask(patience: float, otherwise: T, read: Callable[[Any], T]) -> T:
-    """Return what ``read`` gets from the driver's library; ``otherwise`` without an answer."""
+    """Return the result of ``read``, or ``otherwise`` if the driver does not answer."""
 
     def ask() -> T:
         if (nvml := _start()) is None:
@@ -168,8 +168,8 @@ def _ask(patience: float, otherwise: T, read: Callable[[Any], T]) -> T:
         except nvml.NVMLError:
             return otherwise
         finally:
-            # Each nvmlInit needs a shutdown, or the driver's library stays open.
-            with contextlib.suppress(nvml.NVMLError):  # the driver was unloaded meanwhile
+            # Without a shutdown for each nvmlInit, the driver's library would stay open.
+            with contextlib.suppress(nvml.NVMLError):  # raised if the driver was unloaded meanwhile
                 nvml.nvmlShutdown()
 
     return within(patience, otherwise, ask)
@@ -188,15 +188,15 @@ def _start() -> Any:
 
 
 def _visible_handles(nvml: Any) -> list[Any]:
-    """List the handles that the environment names; as in CUDA, stop at the first bad entry."""
+    """Return the handles of the visible GPUs. As in CUDA, the list ends at the first bad entry."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     handles = []
     if chosen is None:
         try:
             count = nvml.nvmlDeviceGetCount()
         except nvml.NVMLError:
-            # The driver was updated meanwhile, or a card hangs. This is no error: the launcher
-            # waits for a driver as it waits for a disk.
+            # The driver was updated meanwhile, or a card hangs. Do not raise an error, because the
+            # launcher waits for a driver as it waits for a disk.
             return []
         for index in range(count):
             # A card that fell off the bus is still counted, but has no handle.
@@ -220,8 +220,8 @@ def _visible_handles(nvml: Any) -> list[Any]:
 
 
 def describe_cuda(device: int) -> list[str]:
-    """Return the lines about ``device`` as torch sees it; call it once the model is on it."""
-    # Import it here, since the launcher asks only NVML and must not load torch for that.
+    """Return the lines about ``device`` as torch sees it. Call this once the model is on it."""
+    # Import torch here, because the launcher uses only NVML and must not load torch.
     import torch
 
     if not torch.cuda.is_available():
@@ -250,10 +250,9 @@ def gpu_report_lines(
 
     ``cuda``: the lines from :func:`describe_cuda`. ``model_device``: the parameters' device, e.g.
     ``cuda:0``. ``micro_batch`` and ``effective`` count sequences, the latter over all ranks.
-    ``expect_gpu``: False if the CPU was asked for (``--neuron.device cpu``); there is only one line
-    then.
+    ``expect_gpu``: False if ``--neuron.device cpu`` was given; then there is only one line.
     """
-    # Round up: 512 sequences make 64 steps, with 2 in each micro-batch of 4 ranks.
+    # Round up. For example, 512 sequences with micro-batches of 2 on 4 ranks take 64 steps.
     steps = -(-effective // (micro_batch * world_size))
     if not expect_gpu:
         return [
@@ -261,7 +260,7 @@ def gpu_report_lines(
             f"{micro_batch} sequences in a micro-batch, {effective} in an inner step, "
             f"{steps} micro-batches each"
         ]
-    # Operators grep these lines and compare them with the guide, so their words must not change.
+    # Operators search for these lines and compare them with the guide, so never change their words.
     lines = [_RULE, "🔍 GPU DIAGNOSTICS", _RULE, *cuda]
     lines.append(f"✓ Model device: {model_device}")
     if model_device.startswith("cuda"):

@@ -1,7 +1,7 @@
-"""Check this machine: the doctor and a miner's start make the same checks.
+"""Check this machine; the doctor and a miner's start make the same checks.
 
-Nothing here needs a network. Only the check of torch imports torch; a start, which must be quick,
-leaves that check to its ranks. ``common.memory`` estimates the memory that a model needs.
+Nothing here needs a network. Only the check of torch imports torch. A start must be quick, so it
+leaves that check out. ``common.memory`` estimates the memory that a model needs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -42,21 +41,20 @@ from distributed_training.health.gpus import (
 from distributed_training.protocol.types import Check
 
 _SHARED_MEMORY = 1 << 30  # bytes for NCCL's buffers between the GPUs of one machine
-_COMFORTABLE = 0.9  # share of the memory above which it is tight
-TESTED_TORCH = "2.13.0"  # the newest tested version, as in constraints.txt
-_MOST_SPARE = 10_000_000_000  # bytes of disk for data and logs, next to all that a miner keeps
-_SPARE_BYTES = 100  # bytes per parameter for all that a miner keeps (docs/requirements.md)
-_TOO_MUCH = 1.15  # share of the memory; the estimate is too inexact to refuse a near miss
+_COMFORTABLE = 0.9  # above this share of the memory, the fit is called tight
+_MOST_SPARE = 10_000_000_000  # bytes of disk for data and logs, besides a miner's own files
+_SPARE_BYTES = 100  # bytes per parameter for a miner's own files (docs/requirements.md)
+_TOO_MUCH = 1.15  # refused above this share of the memory, because the estimate is not exact
 
 
 @dataclass
 class Examination:
-    """A miner as its configuration would start it here, and the findings so far.
+    """Describe a miner as its configuration would start it here, with the findings so far.
 
-    ``model``: a ``config.json``, and where it comes from; by default the one in the network's file.
-    ``offline``: whether to contact no other machine. ``running``: whether a miner of this run
-    folder is running; it listens on ``own_ports``. The check of the model sets ``shape``, the check
-    of the chain ``uid``.
+    ``model``: a ``config.json`` and its origin, instead of the one in the network's file.
+    ``offline``: True if no other machine may be contacted. ``running``: True if a miner of this run
+    folder is running; it listens on ``own_ports``. The check of the model sets ``shape``, and the
+    check of the chain sets ``uid``.
     """
 
     config: Config
@@ -70,18 +68,18 @@ class Examination:
     found: list[Check] = field(default_factory=list)
 
     def failed(self, *names: str) -> str:
-        """Return the first failed check whose name starts with one of ``names``, or nothing."""
+        """Return the name of the first failed check that starts with one of ``names``, or ""."""
         return next(
             (c.name for c in self.found if c.status == "fail" and c.name.startswith(names)), ""
         )
 
 
-#: A check yields its findings: none if it does not concern this miner, several for several GPUs.
+#: A check yields its findings: none if it does not concern this miner, or several for several GPUs.
 Checker = Callable[[Examination], Iterable[Check]]
 
 
 def start_checks(config: Config, *, ranks: int) -> list[Check]:
-    """Check the machine before anything is started, without torch or a network, in less than 1 s.
+    """Check the machine before a start, without torch or a network, in less than 1 s.
 
     The miner's launcher refuses to start if a check fails.
     """
@@ -104,7 +102,7 @@ def check_configuration(examination: Examination) -> Iterator[Check]:
     except ConfigError as error:
         wrong = list(dict.fromkeys([*wrong, str(error)]))
     for line in (*wrong, *config.warnings):
-        # Each line ends with its remedy, after the last colon.
+        # The text after the last colon of a line is its remedy.
         cause, _, remedy = line.rpartition(": ")
         status: Literal["fail", "warn"] = "fail" if line in wrong else "warn"
         yield Check("configuration", status, cause or line, remedy if cause else "")
@@ -131,8 +129,7 @@ def check_torch(examination: Examination) -> Iterator[Check]:
         return
     build = f"torch {torch.__version__}"
     build += f", CUDA {torch.version.cuda}" if torch.version.cuda else ", CPU build"
-    newest = tuple(map(int, TESTED_TORCH.split(".")[:2]))
-    # Check this before is_available, which is False here too: a newer driver would not help.
+    # Check this first: is_available() is False in this case too, but a newer driver would not help.
     if seen and not torch.version.cuda:
         finding = f"{build}, but the driver shows {seen} GPU(s), which would stay idle"
         yield Check(name, "fail", finding, "rm -rf .venv && DT_TORCH=cuda make setup")
@@ -143,9 +140,6 @@ def check_torch(examination: Examination) -> Iterator[Check]:
             "built for it"
         )
         yield Check(name, "fail", finding, remedy)
-    elif tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) > newest:
-        finding = f"{build}, which was not tested: the newest tested version is {TESTED_TORCH}"
-        yield Check(name, "warn", finding, "pip install -c constraints.txt torch")
     else:
         yield Check(name, "ok", build)
 
@@ -188,10 +182,10 @@ def check_gpus(examination: Examination) -> Iterator[Check]:
 
 
 def check_model(examination: Examination) -> Iterator[Check]:
-    """Check that the model's size is known, and keep it for the checks of memory and disk."""
+    """Check that the model's size is known, and record it for the checks of memory and disk."""
     network, given = examination.config.network, examination.model
     if given is None and network.model is None:
-        return  # the model's config comes with the network's weights
+        return  # the model's config.json comes with the network's weights
     try:
         if given is None or given[0] == network.model:
             origin = f"--network {network.place}"
@@ -216,9 +210,9 @@ def gpu_bytes(config: Config) -> int | None:
 def check_memory(examination: Examination) -> Iterator[Check]:
     """Check that device and host memory can hold this model at all.
 
-    This is about the least memory that training takes: with the smallest micro-batch, all
-    activations recomputed, and the optimizer's state and the gradients placed where they fit best.
-    Training measures what fits beyond that.
+    The estimate is for the least memory that training takes, with the smallest micro-batch, all
+    activations recomputed, and the optimizer's state and the gradients where they fit best.
+    Training itself finds out how much more fits.
     """
     config, shape = examination.config, examination.shape
     if shape is None:
@@ -240,7 +234,7 @@ def check_memory(examination: Examination) -> Iterator[Check]:
         ({"gpu": device_memory(shape, way)} if way.cuda else {}) | {"host": host_memory(shape, way)}
         for way in list_ways(least, keep=[False])
     ]
-    if config.kind == "validator":  # weights, momentum, a round's buffers and their average
+    if config.kind == "validator":  # for weights, momentum, a round's buffers and their average
         ways = [{"host": 16 * shape.trained + shape.frozen_bytes}]
     shares = [{kind: way[kind] / has[kind] for kind in way if kind in has} for way in ways]
     for kind, share in min(shares, key=lambda share: max(share.values(), default=0.0)).items():
@@ -259,12 +253,12 @@ def check_memory(examination: Examination) -> Iterator[Check]:
 
 def count_moments(training: TrainingSettings, shape: ModelShape) -> float:
     """Count the tensors that the network's inner optimizer keeps per parameter, on average."""
-    # Do this without torch, which takes too long to import for the checks at a start.
+    # Avoid importing torch for the usual optimizers, because that would delay a start.
     if (known := {"adamw": (2, 2), "muon": (2, 1)}.get(training.optimizer)) is not None:
         return shape.moments(*known)
     from distributed_training.training.inner_optimizer import moments_of
 
-    # Raised if the kind is unknown or refused, which the miner itself reports.
+    # The miner itself reports an optimizer that is unknown or refused.
     with contextlib.suppress(ConfigError):
         return shape.moments(*moments_of(training))
     return 2
@@ -273,9 +267,9 @@ def count_moments(training: TrainingSettings, shape: ModelShape) -> float:
 def refuse_model(config: Config, *, ranks: int) -> None:
     """Raise ConfigError if the model in the network's file does not fit into this machine.
 
-    ``ranks``: the number of ranks on this machine, which share a copy of the model. No model is
-    refused if its size or the memory is unknown, or if the estimate exceeds the memory by at most
-    15 %, since it is no more exact than that.
+    ``ranks``: the number of ranks on this machine, which share a copy of the model. A model is not
+    refused if its size or the memory is unknown, or if the estimate, which is not exact, exceeds
+    the memory by at most 15 %.
     """
     asked = Examination(config, ranks)
     for check in (*check_model(asked), *check_memory(asked)):
@@ -286,25 +280,25 @@ def refuse_model(config: Config, *, ranks: int) -> None:
             )
 
 
-# --- disk, what the kernel allows ---------------------------------------------------------------
+# --- disk, shared memory, webhook, ports --------------------------------------------------------
 
 
 def check_room(examination: Examination) -> Iterator[Check]:
-    """Check for disk space: the minimum or, if the model is known, all that its miner keeps.
+    """Check that the run folder is writable and has disk space.
 
-    The run folder must be writable too.
+    If the model is known, the need is all that its miner keeps; otherwise it is a minimum.
     """
     config, shape = examination.config, examination.shape
     name, folder, needed = "disk", config.run_folder.absolute(), _MOST_SPARE
     if shape is not None:
         keep, moments = config.miner.keep_checkpoints, count_moments(config.training, shape)
         most = disk_space(shape, keep_checkpoints=keep, moments=moments)
-        # Files that exist already are part of the need. If they were counted twice, a restart on a
+        # Files that exist already are part of the need. If they were counted again, a restart on a
         # disk of the documented size would fail.
         needed = min(needed, most) + max(0, most - bytes_under(folder))
     else:
         needed = min(needed, _SPARE_BYTES * config.network.head.parameters)
-    # Downloads and uploads wait for space until they leave the reserve free.
+    # Downloads and uploads wait until there is so much space that they leave the reserve free.
     needed = max(needed, DISK_RESERVE)
     place = folder
     while not os.path.exists(place):  # Path.exists raises if a parent folder may not be entered
@@ -334,7 +328,7 @@ def check_room(examination: Examination) -> Iterator[Check]:
 
 
 def bytes_under(folder: Path) -> int:
-    """Return the bytes that this miner already stores in ``folder``: they need no more space."""
+    """Return the bytes that this miner already stores in ``folder``."""
     total = 0
     for place, _, names in os.walk(folder):  # rglob raises if a folder disappears meanwhile
         for name in names:
@@ -344,7 +338,7 @@ def bytes_under(folder: Path) -> int:
 
 
 def check_shared_memory(examination: Examination) -> Iterator[Check]:
-    """Check /dev/shm, which ranks on several GPUs exchange data through; containers get 64 MB."""
+    """Check /dev/shm, through which ranks on several GPUs exchange data. Containers get 64 MB."""
     if gpu_bytes(examination.config) is None or examination.ranks < 2:
         return
     with contextlib.suppress(OSError):  # raised if this system has no /dev/shm
@@ -356,7 +350,7 @@ def check_shared_memory(examination: Examination) -> Iterator[Check]:
 
 
 def check_webhook(examination: Examination) -> Iterator[Check]:
-    """Report which service gets this miner's messages; nothing if no service is set."""
+    """Report which service gets this miner's messages. Yield nothing if no service is set."""
     if (url := examination.config.telemetry.notify_url) is not None:
         finding = f"messages go to {service_of(url)}; dt-doctor --notify sends one now"
         yield Check("notify", "ok", finding)
@@ -382,7 +376,7 @@ def check_ports(examination: Examination) -> Iterator[Check]:
         yield Check(name, "ok", f"{port} is free" if port else "any free port will be used")
 
 
-#: The order matters: the checks of memory and disk need the shape that the check of the model sets.
+#: The order matters, because the check of the model sets the shape for those of memory and disk.
 CHECKS: tuple[Checker, ...] = (
     *(check_configuration, check_torch, check_gpus, check_model, check_memory),
     *(check_room, check_shared_memory, check_webhook, check_ports),

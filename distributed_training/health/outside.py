@@ -1,4 +1,4 @@
-"""Check what this miner needs from outside: clock, chain, bucket, network link, peers and data."""
+"""Check what this miner needs from other machines: clock, chain, bucket, link, peers and data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,10 +16,9 @@ import httpx
 from distributed_training.chain.base import Chain, ChainError
 from distributed_training.chain.identity import AddressUnknown, load_wallet
 from distributed_training.chain.kinds import how_to_register
-from distributed_training.chain.subtensor import chain_endpoint
 from distributed_training.common.http import PAST_CACHES, answered_at
 from distributed_training.common.memory import ModelShape
-from distributed_training.common.proxies import HUB, VARIABLES, proxy_for, unusable, variable
+from distributed_training.common.proxies import proxy_for, unusable
 from distributed_training.config import Config, ConfigError
 from distributed_training.health.machine import Checker, Examination
 from distributed_training.network_place import certificates
@@ -49,7 +48,7 @@ from distributed_training.store.transfer import Retry
 _CHAIN_TIMEOUT = timedelta(seconds=30)  # time limit for the chain's first answer
 _SOON = timedelta(seconds=7)  # the same for a registry, or while the miner runs
 _TIMEOUT = timedelta(seconds=5)  # time limit for one request or connection
-_ADDRESS_TIMEOUT = timedelta(seconds=2)  # time limit for each service that is asked
+_ADDRESS_TIMEOUT = timedelta(seconds=2)  # time limit for each service that tells our address
 _STORE_TIMEOUT = timedelta(seconds=10)  # time limit for the store's first answer
 _LINE_BYTES = 8 * 1024 * 1024
 
@@ -57,8 +56,8 @@ _KEYS_REMEDY = "check the R2_ variables in .env, and the bucket and keys at R2 o
 
 _WRONG = (ValueError, RuntimeError, OSError)  # the errors that end a start
 
-#: Two peers whose clocks differ by ``LIMIT`` seconds do not meet. Two clocks that are wrong by
-#: ``WARN`` seconds in opposite directions differ by that much.
+#: Two peers whose clocks differ by ``LIMIT`` seconds do not meet. The clocks of two peers differ by
+#: that much if both are wrong by ``WARN`` seconds, in opposite directions.
 LIMIT, WARN = 3.0, 1.5
 _CLOCK_REMEDY = "timedatectl set-ntp true; then timedatectl shows 'synchronized: yes'"
 # OSError is raised for certificates that cannot be read.
@@ -66,7 +65,7 @@ _NO_TIME = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, KeyError, Ov
 
 
 def _failure(name: str, error: Exception, remedy: str) -> Check:
-    finding = " ".join(str(error).split()) or type(error).__name__  # some have several lines
+    finding = " ".join(str(error).split()) or type(error).__name__  # some errors have several lines
     return Check(name, "fail", finding, remedy)
 
 
@@ -74,33 +73,11 @@ def _failure(name: str, error: Exception, remedy: str) -> Check:
 
 
 def check_proxies(examination: Examination) -> list[Check]:
-    """Report what the proxy variables are used for; nothing if none of them is set."""
-    given = [name for name in VARIABLES if variable(name)]
-    if not given:
+    """Report the proxy variables that cannot be used; nothing if there are none."""
+    if not (wrong := unusable()):
         return []
-    config = examination.config
-    chain, data = config.chain, config.data
-    if chain.registry_url:
-        places = {"registry": [chain.registry_url]}
-    else:
-        places = {"chain": [chain_endpoint(chain)]}
-    with suppress(ValueError):  # raised if the settings name no account yet
-        places["store"] = [endpoint_of(config.store)]
-    if data.spec.kind == "hub":
-        places["data"] = [HUB]
-    if config.miner.global_tokenizer_name != "bytes":
-        places["tokenizer"] = [HUB]
-    used = [place for place, urls in places.items() if any(map(proxy_for, urls))]
-    unused = [place for place in places if place not in used]
-    finding = (
-        f"{', '.join(given)} set: used for {', '.join(used) or 'nothing'}, but not for "
-        f"{', '.join([*unused, 'private addresses, DHT peers or looking up our address'])}"
-    )
-    if wrong := unusable():
-        finding += f"; {', '.join(wrong)} names no HTTP proxy, so it is not used"
-        remedy = "set it to http://HOST:PORT, or unset it"
-        return [Check("proxies", "warn", finding, remedy)]
-    return [Check("proxies", "ok", finding)]
+    finding = f"{', '.join(wrong)} names no HTTP proxy, so it is not used"
+    return [Check("proxies", "warn", finding, "set it to http://HOST:PORT, or unset it")]
 
 
 def check_chain(examination: Examination) -> list[Check]:
@@ -110,12 +87,12 @@ def check_chain(examination: Examination) -> list[Check]:
     """
     config = examination.config
     shared, own = ["network"], []
-    if config.has_bucket:  # the chain has the read keys of this bucket and of the master's
+    if config.has_bucket:  # the chain holds the read keys of this bucket and of the master's bucket
         shared, own = ["network", "global state"], ["commitment"]
     wallet, refused = None, None
     try:
         wallet = load_wallet(config.chain)
-    # Continue: checking the network itself needs no wallet.
+    # Continue, because the check of the network itself needs no wallet.
     except ConfigError as error:
         cause, _, remedy = str(error).rpartition(": ")
         refused = Check("hotkey", "fail", cause or str(error), remedy or "--wallet.name, .path")
@@ -126,8 +103,8 @@ def check_chain(examination: Examination) -> list[Check]:
     with ExitStack() as stack:
         try:
             chain = follow_chain(settings, stack, wallet)
-            # Check the network without a wallet too, since newcomers must know that it is the right
-            # one before they register.
+            # Check the network even without a wallet, because newcomers must know before they
+            # register that it is the right one.
             network = check_network(
                 chain.neurons(),
                 netuid=config.chain.netuid,
@@ -146,7 +123,7 @@ def check_chain(examination: Examination) -> list[Check]:
                 finding = f"{wallet.ss58} is not registered on subnet {config.chain.netuid}"
                 remedy = how_to_register(config.chain)
                 if network.status == "fail":
-                    # A registration there would cost money and earn nothing.
+                    # A registration there would cost money and bring nothing.
                     remedy = "do not register it there: see the row network"
                 unregistered = Check("hotkey", "fail", finding, remedy)
                 return [*found, unregistered, *_skipped(own, "hotkey failed")]
@@ -185,12 +162,13 @@ def _check_commitment(config: Config, chain: Chain, hotkey: str) -> Check:
 
 
 def check_clock(examination: Examination) -> list[Check]:
-    """Compare this machine's clock with the store's, since peers and signatures depend on it.
+    """Compare this machine's clock with that of the store.
 
-    DHT peers whose clocks are more than 3 s apart do not meet, since hivemind refuses the other's
-    entries. Stores refuse requests whose time is 15 minutes off. So a wrong clock looks like a
-    closed port or a wrong key. The store usually runs on another machine, and its answers have a
-    ``Date``. A registry says so itself if it refuses a call because of a wrong clock.
+    If the clocks of two DHT peers are more than 3 s apart, they do not meet, because hivemind
+    refuses the other's entries. Stores refuse requests whose time is 15 minutes off. So a wrong
+    clock looks like a closed port or a wrong key. The store usually runs on another machine, and
+    its answers have a ``Date``. If a registry refuses a call because of a wrong clock, it says so
+    itself.
     """
     name = "clock"
     try:
@@ -210,7 +188,8 @@ def check_clock(examination: Examination) -> list[Check]:
         return [Check(name, "skip", f"the store does not tell its time ({error})")]
     if cached:
         return [Check(name, "skip", "a cache in front of the store answers instead of it")]
-    # The store gives whole seconds, so assume the middle of a second and of the request's time.
+    # The store gives whole seconds. Assume that it answered in the middle of that second, and
+    # halfway between the request and the arrival of the answer.
     ahead = (began + ended) / 2 - (theirs + 0.5)
     sure = abs(ahead) - (ended - began) / 2
     finding = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the store's"
@@ -224,7 +203,7 @@ def check_clock(examination: Examination) -> list[Check]:
 
 
 def check_address(examination: Examination) -> list[Check]:
-    """Report where others find this machine, as a start does, and how to test it from outside."""
+    """Report where others find this machine, as a start does, and how to test that from outside."""
     config = examination.config
     if config.rounds.exchange != "hivemind":
         return []
@@ -246,7 +225,7 @@ def check_address(examination: Examination) -> list[Check]:
 def check_bucket(examination: Examination) -> list[Check]:
     """Check the bucket as a start does, and that our keys can write, read back and delete.
 
-    Then measure how long an upload takes over this network link.
+    Then measure how long an upload takes.
     """
     config, uid = examination.config, examination.uid
     if not config.has_bucket:
@@ -269,7 +248,7 @@ def check_bucket(examination: Examination) -> list[Check]:
                 if reader.get(key, limit=64) != content:
                     raise StoreError(f"{bucket}: R2_READ does not see what R2_WRITE wrote")
             finally:
-                # Delete it even if the reader failed, since nothing else would.
+                # Delete it even if reading failed, because nothing else would.
                 writer.delete(key)
     except _WRONG as error:
         failed = _failure("bucket", error, _KEYS_REMEDY)
@@ -279,9 +258,11 @@ def check_bucket(examination: Examination) -> list[Check]:
 
 
 def check_access(examination: Examination) -> list[Check]:
-    """Check that the registry gives access to the bucket, and report the speed our link needs."""
+    """Check that the registry gives access to the bucket, and report which speed uploads need."""
     config, name = examination.config, "access"
-    if config.has_bucket:  # check_chain looks at it, with the key in the master's commitment
+    if (
+        config.has_bucket
+    ):  # check_chain has read the bucket, with the key in the master's commitment
         return []
     if refused := examination.failed("hotkey"):
         return [Check(name, "skip", f"not asked: {refused} failed")]
@@ -313,7 +294,7 @@ def check_access(examination: Examination) -> list[Check]:
 
 def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
     """Send 8 MiB, and compare the speed with the time that an upload has after a close."""
-    # Send random bytes, since bytes that a link compresses would seem to travel faster.
+    # Send random bytes, because a link that compresses other bytes would seem faster than it is.
     key, content = f"diagnose-{secrets.token_hex(8)}", secrets.token_bytes(_LINE_BYTES)
     try:
         writer = open_store(config.store, bucket, write=True)
@@ -342,7 +323,7 @@ def check_tokenizer(examination: Examination) -> list[Check]:
     """Fetch the tokenizer and encode a sentence."""
     config = examination.config
     name = config.miner.global_tokenizer_name
-    if examination.running:  # importing the libraries would take seconds from the ranks
+    if examination.running:  # importing the libraries would slow the ranks down for seconds
         return [Check("tokenizer", "ok", f"{name}; the running miner uses it")]
     from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 
@@ -385,7 +366,7 @@ def check_data(examination: Examination) -> list[Check]:
     return [Check("data", "ok", f"{finding}{seconds:.1f} s")]
 
 
-#: The order matters: the bucket's name ends with the uid that the chain gives.
+#: The order matters, because the bucket's name ends with the uid, which the chain knows.
 CHECKS: tuple[Checker, ...] = (
     *(check_proxies, check_chain, check_clock, check_address, check_bucket, check_access),
     *(check_tokenizer, check_data),

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 from bittensor_core import Keypair
-from hypothesis import given
-from hypothesis import strategies as st
 
 from distributed_training import founder
 from distributed_training.common.llama import named_config
@@ -188,19 +186,3 @@ def test_the_table_of_scaling_is_the_formula_s() -> None:
             digits = len(number.partition(".")[2])
             found = rows[name](Growth(members, 4 * 10**9)) / units[unit]
             assert f"{found:.{digits}f}" == number, (name, members)
-
-
-@given(
-    parameters=st.integers(1, 10**12),
-    codec=st.sampled_from([*OWN_CODECS]),
-    members=st.integers(1, 4096),
-)
-def test_moved_bytes_grow_only_with_the_members(parameters: int, codec: str, members: int) -> None:
-    growth = Growth(members, parameters, codec)
-    assert growth.validator_receives == members * growth.upload
-    assert growth.update == file_bytes(parameters) >= growth.upload
-    assert growth.upload * 8 <= parameters * (OWN_CODECS[codec] + 0.125) + 32 + 7
-    assert growth.store_sends == members * (growth.upload + growth.update)
-    slow, fast = (grace_seconds(parameters, codec, link, period=900.0) for link in (1.0, 2.0))
-    assert slow >= fast >= 60
-    assert grace_seconds(parameters, codec, 1.0, period=90.0) == pytest.approx(slow - 51, abs=1)

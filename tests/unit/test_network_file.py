@@ -177,7 +177,6 @@ def test_the_canonical_form_is_the_documents() -> None:
         ('exchange = "hivemind"', 'exchange = "pigeons"', "exchange 'pigeons'"),
         ('exchange = "hivemind"', "", "exchange is missing"),
         ("\nrows = 1", "\nselection = 3\nrows = 1", "3 is more than 2"),
-        ('source = "hub"', 'source = "hf"', "the rows API, which is no longer read"),
         ("\nrows = 1_200_000", "\nselection = 2", "data.selection is 2 without data.rows"),
         ("\nrows = 1_200_000", "\nselection = 2\nrows = 3299", "makes 32 pages of 100 rows and"),
         ("\nrows = 1_200_000", '\nselection = 2\nrows = "a"', "data.rows in"),
@@ -233,7 +232,6 @@ def test_the_canonical_form_is_the_documents() -> None:
         ("version = 1 ", f"version = {'5' * 5000} ", "it is not TOML"),
         # tomllib would take 1 GB for it.
         ("[limits]", f"[limits]\n{'.'.join('a' * 16000)} = 1", "nested too deeply"),
-        ("[model]", '[model]\nconfig_file = "a.json"', "content into [model.config], which keeps"),
     ],
 )
 def test_a_file_that_is_refused(tmp_path: Path, old: str, new: str, text: str) -> None:

@@ -202,26 +202,3 @@ def test_bad_input_is_one_line(flag: str, word: str, capsys: pytest.CaptureFixtu
         assert "so nothing was" in said.err
     else:
         assert status in (0, 1) and "dollars" in said.out and said.err == ""
-
-
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (["--gpu", "h100", "--link", "1"], "--model"),
-        (["--model", "1b", "--network", "local", "--gpu", "h100", "--link", "1"], "--network"),
-        (["--network", "/nowhere.toml", "--gpu", "h100", "--link", "1"], "/nowhere.toml"),
-        (
-            ["--model", "/nowhere/config.json", "--gpu", "h100", "--link", "1"],
-            "No such file or directory",
-        ),
-    ],
-)
-def test_what_contradicts_itself_is_one_line(
-    words: list[str], why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        assert main(words) == 2
-    except SystemExit as stopped:
-        assert stopped.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1 and why in said
