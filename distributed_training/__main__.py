@@ -41,15 +41,15 @@ def main(argv: list[str]) -> int:
                 folder = run_folder_of(flags)
                 if not is_run_folder(folder):
                     return exit_with(error)
-                # The miner's start was refused for the same error, and its run folder shows that.
+                # The same error refused the miner's start, and the dashboard shows that.
                 return _serve_page(schema("miner").classes["telemetry"](), folder)
             return _serve_page(config.telemetry, config.run_folder)
         case ["stop-seconds" | "run-folder" as what, ("miner" | "validator") as kind, *flags]:
-            # app.config.js sets pm2's time limit from the first; scripts/update.sh finds the
-            # events with the second.
+            # app.config.js takes pm2's time limit from stop-seconds, and scripts/update.sh finds
+            # the events by run-folder.
             own = OPERATORS_FILE if kind == "miner" else None
             try:
-                # Skip the checks that compare settings, since the start reports what is wrong.
+                # Skip the checks that compare settings, because the start reports their problems.
                 config = load_config(kind, flags, file=own, check=False)
             except ConfigError as error:
                 return exit_with(error)
@@ -69,14 +69,14 @@ def main(argv: list[str]) -> int:
 def _serve_page(telemetry: Any, folder: Path) -> int:
     """Replace this process with the dashboard of a miner; return 2 if the dashboard is off.
 
-    The dashboard is a separate program, since a server must hold no secret except its token.
+    The dashboard is a separate program, because a server must have no secret except its token.
     """
     from distributed_training.common.processes import die_with_parent, without_secrets
 
     if telemetry.page_port == "off":
         print("error: there is no dashboard: --neuron.page_port is off", file=sys.stderr)
         return 2
-    if "pm_id" in os.environ:  # if pm2's daemon is killed, its next one starts another dashboard
+    if "pm_id" in os.environ:  # if pm2's daemon is killed, the next one starts a new dashboard
         die_with_parent()
     environment = without_secrets()
     if telemetry.page_token is not None:

@@ -1,12 +1,12 @@
-"""Check the chain of a store network, or continue it from weights that it had.
+"""Check the chain of a store network, or continue it from earlier weights.
 
-``dt-network audit``, ``rewind`` and ``recover``.
+These are ``dt-network audit``, ``rewind`` and ``recover``.
 
-An audit needs only the bucket. The founder reads it with the keys on that machine, a member through
-the registry, and anybody else from a copy of its files. A rewind publishes one more outer step,
-signed by the master, with the weights of an earlier outer step. Nothing that was published is
-withdrawn. A recovery does the same for a bucket that lost objects that members have seen, and
-starts a new chain.
+An audit needs only the bucket. The founder reads it with the keys on the founder's machine, a
+member through the registry, and anybody else from a copy of its files. A rewind publishes one more
+outer step, signed by the master, with the weights of an earlier outer step, and withdraws nothing.
+A recovery does the same, but starts a new chain, for a bucket that has lost objects that members
+have seen.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from distributed_training.validator.merge import OuterState, Rule
 from distributed_training.validator.outer_steps import OuterSteps, next_state
 from distributed_training.validator.replay import ChainBroken, ManifestChain, read_set, write_set
 
-_SERIALS = 1 << 32  # more serials than a network can have used since the newest known one
+_SERIALS = 1 << 32  # more serials than a network can have used since the newest known serial
 
 
 def audit(options: argparse.Namespace) -> int:
-    """Print what does not fit the chain; return the exit status, 1 if there is anything.
+    """Print everything that does not fit the chain; return exit status 1 if there is anything.
 
     Raises ConfigError, ChainError, StoreError.
     """
@@ -88,7 +88,10 @@ def audit(options: argparse.Namespace) -> int:
 
 
 def _versions(config: Config, store: ObjectStore, folder: Path) -> replay.Versions:
-    """Return the versions of the network's file, next to it and in the bucket, for an audit."""
+    """Return the rules of each version of the network's file, for an audit.
+
+    The versions are read from the folder of the file and from the bucket.
+    """
     reader, known = BucketReader(store), Versions(config.network, folder)
     known.look_beside(config.network.place)
 
@@ -125,7 +128,7 @@ def _since(step: int | None) -> str:
 
 
 def rewind(options: argparse.Namespace) -> int:
-    """Publish the weights of an earlier outer step as the next one; return the exit status.
+    """Publish the weights of an earlier outer step as the next step; return the exit status.
 
     Raises ConfigError, StoreError.
     """
@@ -157,7 +160,7 @@ def rewind(options: argparse.Namespace) -> int:
 
 
 def recover(options: argparse.Namespace) -> int:
-    """Start a new chain above every outer step that members can have seen; return the exit status.
+    """Start a chain above all outer steps that members can have seen; return the exit status.
 
     Raises ConfigError, StoreError.
     """
@@ -180,7 +183,7 @@ def recover(options: argparse.Namespace) -> int:
 def _leading(
     config: Config, folder: Path
 ) -> Iterator[tuple[OuterSteps, ManifestChain, ObjectStore]]:
-    """Open the network in the founder's ``folder`` to publish. Raises ConfigError, StoreError."""
+    """Open the founder's network for publishing. Raises ConfigError, StoreError."""
     network_model(config)  # refuses a network without [model.config]
     signer, place = load_wallet(config.chain).hotkey.sign, config.run_folder / "global"
     config.run_folder.mkdir(parents=True, exist_ok=True)  # it may be missing, as on a new disk
@@ -205,7 +208,7 @@ def _print_next(manifest: Manifest, folder: Path) -> None:
 
 
 def _reported(ledger: Path) -> int:
-    """Return the newest outer step that the validator reported to its registry; -1 if none."""
+    """Return the newest outer step that the validator has reported to the registry, or -1."""
     with (
         suppress(sqlite3.Error),
         closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)) as db,
@@ -226,11 +229,11 @@ def go_back(
     """Publish the weights of outer step ``to`` as the next outer step; return its manifest.
 
     ``config``: the model's ``config.json``. Momentum and residual start again from zero if the
-    uploads that they follow from are no longer kept.
+    uploads from which they are computed are no longer kept.
 
     Raises ChainBroken, GlobalStateError, StoreError.
     """
-    # The chain is read from the bucket, so repair the bucket from this machine's copy first.
+    # First repair the bucket from this machine's copy, since the chain is read from the bucket.
     steps.restore(deep=True, older=True)
     head, before = steps.head, steps.state or chain.state()
     try:
@@ -271,11 +274,11 @@ def begin_again(
     """Publish the newest available weights as the first outer step of a new chain.
 
     Return its manifest. Its outer step and serial are above all those in the bucket and on this
-    machine. An outer step takes at least half a ``period``, so they are also above whatever others
-    can have seen since the newest known outer step was signed.
+    machine. They are also above all that others can have seen since the newest known outer step was
+    signed, because an outer step takes at least half a ``period``.
 
     Args:
-        steps: The validator's outer steps, not loaded: the chain in the bucket may be damaged.
+        steps: The validator's outer steps, not loaded, since the bucket's chain may be damaged.
         chain: Reads the chain in the same bucket.
         store: The bucket.
         config: The model's ``config.json``.
@@ -349,9 +352,9 @@ def _publish_again(
     now: float,
     **changes: Any,
 ) -> Manifest:
-    """Publish the ``values`` of ``target``'s outer step as another one; return its manifest."""
+    """Publish ``values``, the state of ``target``, as another outer step; return its manifest."""
     folder = steps.place(changes["outer_step"])
-    # A round that was merged but never published leaves its scores here, and they would count.
+    # If a round was merged but never published, its scores are left here, and they would count.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     files = write_set(folder, chain.schema, values, config_bytes(config))

@@ -9,18 +9,18 @@
     dt-doctor                                  the network that miner.toml names
     dt-doctor --network local --offline        only this machine
     dt-doctor --model 1b --nproc_per_node 4    another model, four ranks
-    dt-doctor --script                         for a script of yours, which reads its own text
-    dt-doctor --probe 203.0.113.7              is that DHT peer's port open from here?
-    dt-doctor --probe 203.0.113.7:48009        the same, at a rented container's public port
-    dt-doctor --bundle help.tar.gz             findings, log, settings, events and versions for a
-                                               helper, secrets masked; --log: if pm2 is not used
+    dt-doctor --script                         for a script of yours that reads its own text
+    dt-doctor --probe 203.0.113.7              check that this DHT peer's port is open from here
+    dt-doctor --probe 203.0.113.7:48009        the same for a rented container's public port
+    dt-doctor --bundle help.tar.gz             pack findings, log, settings, events and versions for
+                                               a helper, with secrets masked (--log: without pm2)
     dt-doctor --notify                         send a test message to the service at DT_NOTIFY_URL
 
 It takes every flag of dt-miner, and reads .env and the environment, so its result is valid for a
-miner that is started the same way, which checks its machine the same way. It changes and trains
-nothing, and deletes again what it writes to a bucket. `python -m distributed_training doctor` and
-scripts/diagnose.py do the same. Exit status:
-0 nothing failed (warnings are allowed), 1 something failed, 2 a flag is wrong, 130 interrupted.
+miner that is started in the same way. That miner checks its machine in the same way. The doctor
+changes and trains nothing, and deletes again what it writes to a bucket. `python -m
+distributed_training doctor` and scripts/diagnose.py do the same. Exit status: 0 nothing failed
+(warnings are allowed), 1 something failed, 2 a flag is wrong, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ _WIDTH = 160  # width without a terminal
 
 
 def examine(examination: Examination) -> list[Check]:
-    """Run all checks. Each check reports its own errors, so there is nothing to catch."""
+    """Run all checks. No error needs to be caught, because each check reports its own."""
     checks = [check_verdict, *machine.CHECKS]
     if not examination.config.leads:
         why_not = "only node 0 contacts the chain, the bucket and peers"
     elif examination.offline:
         why_not = "--offline: the chain, the bucket and the data were not checked"
     else:
-        # Import this here, since --help and a refusal should not wait for the chain's client.
+        # Import this here, so that --help and a refusal do not wait for the chain's client.
         from distributed_training.health import outside
 
         checks += outside.CHECKS
@@ -145,8 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return report([try_webhook(config)], as_json=options.json)
         ranks, ports = listening_ranks(config.run_folder).values(), set()
         processes = members(sessions_of(ranks))
-        # Ask all processes of a running miner, since each port belongs to a different process, and
-        # the DHT peer's port to p2pd.
+        # Ask all processes of a running miner, because its ports belong to different processes. The
+        # DHT peer's port, for example, belongs to p2pd.
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 for connection in process.net_connections("tcp"):
@@ -207,7 +207,7 @@ def report(checks: Sequence[Check], *, as_json: bool) -> int:
         if check.remedy and check.status != "ok":
             finding.append(f"\n→ {check.remedy}", style="bold" if check.status == "fail" else "")
         table.add_row(Text(f"{mark} {check.status}", style), Text(check.name), finding)
-    # In a pipe rich would cut the findings at 80 columns.
+    # Without a width, rich would cut the findings at 80 columns in a pipe.
     width = shutil.get_terminal_size((_WIDTH, 0)).columns
     console = Console(width=width, highlight=False)
     console.print(table)
@@ -220,12 +220,12 @@ def report(checks: Sequence[Check], *, as_json: bool) -> int:
 
 
 # --- the port of another machine -----------------------------------------------------------------
-# No machine can find out on its own whether its port is open to others, because its router may
-# send a connection to its public address straight back inside. So a second machine, a peer's or a
-# rented one, has to dial it.
+# No machine can find out by itself whether its port is open to others, because its router may send
+# a connection to its public address straight back inside. So another machine, such as a peer's or a
+# rented one, has to connect to it.
 
 _TIMEOUT = timedelta(seconds=5)  # time limit for the connection, and again for the first bytes
-_P2PD = b"/multistream/1.0.0"  # what a libp2p peer sends first when it is dialled
+_P2PD = b"/multistream/1.0.0"  # a libp2p peer sends this first when somebody connects
 
 
 def probed(text: str) -> tuple[str, int]:
@@ -244,17 +244,17 @@ def probed(text: str) -> tuple[str, int]:
 
 
 def probe(host: str, port: int, *, timeout: timedelta = _TIMEOUT) -> Check:
-    """Dial a DHT peer's port. ``timeout`` limits the connection, and the wait for an answer."""
+    """Connect to a DHT peer's port. ``timeout`` limits the connection, then the first answer."""
     name, place = f"probe {host}:{port}", f"{host}:{port}"
     try:
         with socket.create_connection((host, port), timeout=timeout.total_seconds()) as connection:
             said = b""
-            # A libp2p daemon speaks first. Another program may send nothing in time, or hang up.
+            # A libp2p daemon sends first. Another program may send nothing in time, or disconnect.
             with contextlib.suppress(OSError):
                 # Read only the first bytes, since the other side may send endlessly.
                 said = connection.recv(256)
-    # Catch this before its base class OSError: a firewall that drops packets is silent, whereas a
-    # closed port refuses.
+    # Catch this before its base class OSError. There is no answer if a firewall drops packets,
+    # whereas a closed port refuses the connection.
     except TimeoutError:
         finding = f"{place} does not answer: a firewall drops packets, or there is no such machine"
         remedy = f"open TCP port {port} in the machine's firewall and at its provider; forward it"
@@ -285,7 +285,8 @@ def probe(host: str, port: int, *, timeout: timedelta = _TIMEOUT) -> Check:
 def check_verdict(examination: Examination) -> Iterator[Check]:
     """Repeat the verdict of the dashboard and dt-status, if a miner has run.
 
-    It never fails: before an update, the new version's doctor looks at the old version's miner.
+    Its row never fails, because the doctor of a new version also looks at the miner of the old
+    version before an update.
     """
     now = time.time()
     facts = observe(examination.config.run_folder, now)

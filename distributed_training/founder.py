@@ -1,13 +1,13 @@
 """Start the programs that a network needs on its founder's machine, and keep them running.
 
     dt-network run FOLDER           registry and validator
-    dt-network run FOLDER --print   the commands that it runs, so that each can have its own machine
+    dt-network run FOLDER --print   the commands that it runs, to run them on separate machines
 
 The arguments of each program follow from the network's file in FOLDER. ``run.toml`` next to it adds
 flags for each program. Each line that a program prints is shown after the program's name. A program
 that ends is started again. If the registry ends with a status that a restart cannot fix (2, 3),
-everything is stopped. The validator never stops the rest: members can train on without it, and it
-is started again after growing pauses.
+everything is stopped. The end of the validator never stops the registry, because members can go on
+training without a validator; it is started again after growing pauses.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 MASTER = "master"  # name of the master's wallet
 RUN_FILE = "run.toml"
 INVITATION = "invitation.txt"  # file with the invitation to the current version
-REGISTRY_PORT = 8100  # port behind a proxy, or if no port is named
-PIDS = "programs.json"  # file that lists the programs that are running, or ran last
+REGISTRY_PORT = 8100  # port of the registry behind a proxy
+PIDS = "programs.json"  # file with the processes of the current run, or of the last one
 STORE = "store"  # folder that the registry serves if --store is embedded
 _REGISTRY, _VALIDATOR = "registry", "validator"
 _PROGRAMS = {
@@ -77,15 +77,15 @@ _EFFECT = {
 }
 _READY = timedelta(minutes=3)  # longest time until the registry is ready, on a busy machine
 _SERVICES_STOP = timedelta(seconds=20)
-# Time for the validator to publish on a stop. pm2 and others wait 600 s for all programs together.
+# At a stop, the validator has this time to publish. pm2 waits 600 s for all programs together.
 _VALIDATOR_STOPS = timedelta(seconds=540)
-# Pause after a final exit status.
+# Pauses before the validator is started again after a final exit status.
 _FIRST_PAUSE, _LONGEST_PAUSE = timedelta(minutes=1), timedelta(hours=1)
 
 
 @dataclass(frozen=True)
 class FounderPlan:
-    """A network's programs, in the order in which they start. ``words``: their arguments."""
+    """Describe a network's programs in starting order. ``words``: the arguments of each."""
 
     folder: Path
     file: Path
@@ -110,7 +110,7 @@ class FounderPlan:
         given = ["--network", str(file)]
         config = rules_at(file, "validator")
         words: dict[str, list[str]] = {}
-        # The registry serves the store's folder if the file names the registry as the store too.
+        # If the file names the same URL as registry and store, the registry serves a folder.
         url, served = config.chain.registry_url, folder / STORE
         own = url is not None and url == config.store.endpoint_url
         if own or served.exists():
@@ -181,7 +181,7 @@ def read_more(path: Path) -> dict[str, list[str]]:
             )
         found[program] = [
             word
-            for flag, value in flatten(table).items()  # "a.b" = 1 and a.b = 1 are the same flag
+            for flag, value in flatten(table).items()  # "a.b" = 1 and a.b = 1 name the same flag
             for each in (value if isinstance(value, list) else [value])
             for word in (f"--{flag}", str(each))
         ]
@@ -189,21 +189,21 @@ def read_more(path: Path) -> dict[str, list[str]]:
 
 
 def _place(url: str) -> tuple[str, int]:
-    """Return the address and port to listen on for ``url``; behind a proxy, that is loopback."""
+    """Return the address and port to listen on for ``url``; loopback for a URL of a proxy."""
     parts = urlsplit(url)
     if parts.scheme != "http":
         return "127.0.0.1", REGISTRY_PORT
     host = parts.hostname or ""
     with suppress(ValueError):
         return str(ipaddress.ip_address(host)), parts.port or 80
-    return "0.0.0.0", parts.port or 80  # a host name, which may mean loopback on its own machine
+    return "0.0.0.0", parts.port or 80  # the machine's own host name may resolve to loopback
 
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-# --- what may be missing --------------------------------------------------------------------------
+# --- checks before a start ------------------------------------------------------------------------
 
 
 def check(plan: FounderPlan) -> Config:
@@ -256,17 +256,17 @@ class _Processes:
 
 @dataclass
 class Running:
-    """The programs of one run, and the ``signals`` that ask all of them to stop."""
+    """Start, watch and end the programs of one run. ``signals`` ask all of them to stop."""
 
     plan: FounderPlan
     signals: StopSignals
     validators_stop: timedelta = _VALIDATOR_STOPS
     programs: dict[str, Program] = field(default_factory=dict)
-    once: tuple[str, ...] = ()  # arguments for the validator's first start only
+    once: tuple[str, ...] = ()  # additional arguments for the validator's first start
     script: Path | None = None  # another program to run as the validator
 
     def start(self, name: str) -> bool:
-        """Start a program and wait until a service answers; return False if it does not."""
+        """Start a program. Wait until the registry answers, and return False if it does not."""
         ready = threading.Event()
 
         def log_line(line: ChildLog) -> None:
@@ -304,7 +304,7 @@ class Running:
         return True
 
     def _remember(self, program: Program) -> None:
-        """Record which processes are running, for the next start if this process is killed."""
+        """Record the running processes: if this one is killed, the next start waits for them."""
         pids = {each.pid for each in (*self.programs.values(), program)}
         processes = _Processes([ProcessId.of(pid) for pid in pids])
         lost = "after a kill, a start will not wait for the processes left"
@@ -313,8 +313,9 @@ class Running:
     def follow(self) -> int:
         """Wait for the stop; return the exit status.
 
-        The validator may end for good, because another one leads or because of a setting. It is
-        then started again after a pause. The registry keeps running, since members need it.
+        If the validator ends with a final status, because another one leads or because of a
+        setting, it is started again after a pause. Meanwhile the registry keeps running, since
+        members need it.
         """
         pauses, again = Backoff(first=_FIRST_PAUSE, longest=_LONGEST_PAUSE), 0.0
         while not self.signals.stop.wait(0.2):
@@ -334,7 +335,7 @@ class Running:
                         f"in {pause:.0f} s; to start it now, stop and restart this program"
                     )
                 elif now >= again:
-                    # If memory or processes have run out, try again at the next check.
+                    # Starting may fail for lack of memory: then try again at the next check.
                     with suppress(OSError):
                         again = 0.0
                         self.start(name)
@@ -342,9 +343,9 @@ class Running:
         return ExitStatus.STOPPED
 
     def end(self) -> None:
-        """End the validator, then the registry, then whatever is left of their processes.
+        """End the validator, then the registry, then any processes that they have left.
 
-        A second Ctrl-C kills at once the programs that have not ended on their own.
+        A second Ctrl-C immediately kills the programs that have not ended yet.
         """
         for name, program in reversed(self.programs.items()):
             limit = self.validators_stop if name == _VALIDATOR else _SERVICES_STOP
@@ -365,9 +366,9 @@ class Running:
 def run(folder: Path, *, take_over: bool = False, script: Path | None = None) -> int:
     """Run the network of ``folder`` until SIGTERM or Ctrl-C; return the exit status.
 
-    ``take_over``: its validator leads at once, even if another one is leading. ``script``: another
-    program to run as the validator. Call this in the main thread. Raises ConfigError before
-    anything is started.
+    ``take_over``: let the validator lead at once, even if another one is leading. ``script``: run
+    this program as the validator. Call this in the main thread. Raises ConfigError before anything
+    is started.
     """
     from distributed_training.node.start import StopSignals, sole_user
 
@@ -383,8 +384,8 @@ def run(folder: Path, *, take_over: bool = False, script: Path | None = None) ->
         end_sessions(left, settle=timedelta(seconds=90), grace=timedelta(seconds=5))
         stack.callback(running.end)
         config = check(plan)
-        # Only at the first start: two validators that always take over would keep ending each
-        # other.
+        # Take over at the first start only, because two validators that take over at every start
+        # would keep ending each other.
         running.once = ("--take-over",) if take_over else ()
         running.script = script
         running.validators_stop = max(config.miner.stop_timeout, _VALIDATOR_STOPS)
@@ -404,10 +405,10 @@ def run(folder: Path, *, take_over: bool = False, script: Path | None = None) ->
 
 
 def _invite(plan: FounderPlan, network: Network) -> None:
-    """Make an invitation for the founder to send, unless one for a version of this file exists.
+    """Make an invitation for the founder to send, unless there is one to a version of this file.
 
-    It replaces an invitation to another file, which no longer admits anybody. An invitation is a
-    secret, so it is never logged.
+    It replaces an invitation to another file, which admits nobody any more. An invitation is never
+    logged, because it is a secret.
     """
     path, before = plan.folder / INVITATION, ""
     versions = {f"#{network.digest}."}

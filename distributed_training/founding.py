@@ -62,18 +62,18 @@ from distributed_training.signing import write_file
 
 EMBEDDED = "embedded"  # instead of a store's URL
 EXCHANGE = "store"  # exchange of a network whose founder does not choose one
-#: Mbit/s at which the slowest member sends. An all-reduce sends 4 bytes per parameter, an upload
-#: half a byte.
+#: Mbit/s at which the slowest member sends. An all-reduce sends 4 bytes per parameter, but an
+#: upload only half a byte.
 SLOWEST_LINK = {"store": 20.0, "hivemind": 500.0}
 _CARRIED = ("data", "training", "round", "limits", "stop")
 _CARRIED_OF_MODEL = ("model.kind", "model.settings", "model.trainable")
 ADAPTERS = "adapters"  # folder, next to the file, of the adapters that the network starts with
-_SAMPLE = "sample/100BT"  # part of the usual dataset; the whole repeats some texts
-_MANY_WORDS = 32_000  # words in a tokenizer; with a smaller vocabulary, a loss rises less
+_SAMPLE = "sample/100BT"  # part of the usual dataset; the whole dataset repeats some texts
+_MANY_WORDS = 32_000  # with a smaller vocabulary, the loss can rise less
 
 
 def init(options: argparse.Namespace) -> None:
-    """Create a network. Raises ConfigError or NetworkFileError, and then leaves no folder."""
+    """Create a network. Raises ConfigError or NetworkFileError, in which case no folder is left."""
     folder: Path = options.folder.absolute()
     if folder.exists():
         raise ConfigError(
@@ -100,8 +100,9 @@ def init(options: argparse.Namespace) -> None:
     if options.lora:
         options.more = [*options.more, *adapter_rules(options.lora, options.model, base)]
     rules = rules_of(options)
-    # Do this before the folder is made, because the source of the data may not answer.
-    if rules["data"].get("own") is not True:  # if members use their own text, nobody reads these
+    # Read the data before the folder is made, because its source may not answer. If members use
+    # text of their own, nobody reads a source.
+    if rules["data"].get("own") is not True:
         pin_data(rules["data"], unpinned=options.unpinned)
     old = getattr(options, "of", None)
     held_out = choose_pages(rules["data"], beside=None if old is None else old.absolute().parent)
@@ -117,12 +118,12 @@ def init(options: argparse.Namespace) -> None:
             f"cannot create {folder} ({error.strerror}), so no network was created: choose another"
         ) from None
     with ExitStack() as stack:
-        # Remove what was just created, also after Ctrl-C.
+        # If anything fails, or after Ctrl-C, remove what was just created.
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         from distributed_training.chain.identity import create_wallet
 
         master = create_wallet(folder / "wallets", MASTER)
-        # A key that git picked up would be in every clone.
+        # If git picked up a key, it would be in every clone.
         (folder / "wallets" / ".gitignore").write_text("*\n")
         secret = ("wallets", INVITATION, "registry", "store", "validator")
         (folder / ".gitignore").write_text("".join(f"/{name}\n" for name in secret))
@@ -153,7 +154,7 @@ def init(options: argparse.Namespace) -> None:
 
 
 def _describe_training(config: Config, members: int) -> str:
-    """Return the network's line, its schedule, and what members send and the store keeps."""
+    """Describe the network, its schedule, what members send, and what the store keeps."""
     rounds, training = config.rounds, config.training
     tokens = members * config.tokens_of_step * training.total_steps
     schedule = (
@@ -193,8 +194,8 @@ def succeed(options: argparse.Namespace) -> None:
 
     old = flatten(tree_of(read_text(options.of)))
     options.exchange = options.exchange or str(old.get("exchange"))
-    # The new network pins these again. data.rows_url is a key of earlier editions.
-    # It would end at once by a loss that the old one has reached.
+    # The new network pins these again, except data.rows_url, which only earlier editions had, and
+    # stop.loss, which would end it at once because the old network has reached that loss.
     own = {"data.source", "data.files", "tokenizer.files", "data.rows_url", "stop.loss"}
     needless = needless_keys(options.exchange)
     carried = [
@@ -219,7 +220,7 @@ def succeed(options: argparse.Namespace) -> None:
             words += ["--from", str(kept)] if (kept / "global").is_dir() else []
             if status := export.main(words):
                 raise SystemExit(status)
-            # The folder would be in the way of the next attempt.
+            # If this attempt fails, the folder would be in the way of the next one.
             stack.callback(shutil.rmtree, exported, ignore_errors=True)
             if adapters:
                 rules = (f"{key}={adapters[key]}" for key in ("train", "dtype") if key in adapters)
@@ -233,11 +234,11 @@ def succeed(options: argparse.Namespace) -> None:
 
 def _is_private(options: argparse.Namespace) -> bool:
     """Return whether the founder's address is in a private network. Raises ConfigError."""
-    # The address of the founder's machine, on which the registry runs too.
+    # The registry runs on the founder's machine.
     host = options.host or urlsplit(options.registry or "").hostname or ""
     try:
         found = reach(host)
-    except ValueError:  # a host name counts as public, unless --set private=true says otherwise
+    except ValueError:  # a host name is taken to be public, unless --set private=true is given
         return False
     if found > ChainSettings(private=True, registry_url=options.registry).narrowest:
         raise ConfigError(
@@ -272,14 +273,14 @@ def _own_buckets(options: argparse.Namespace) -> bool:
 
 
 def _choose_schedule(rules: dict[str, Any], options: argparse.Namespace) -> None:
-    """Fill in the training rules that fit the model and the token budget, unless they are given.
+    """Fill in the training rules that are not given, so that they fit the model and the tokens.
 
-    For the exchange ``store``, fill in the period too. For a model with a small vocabulary, fill in
+    For the exchange ``store``, the period is filled in too, and for a model with a small vocabulary
     ``round.held_out_rise``.
     """
     given, training, of_round = dict(options.more), rules["training"], rules["round"]
     sizes = [training.get(key) for key in ("effective_batch", "sequence_length")]
-    # A value of the wrong type is refused later, with the whole file.
+    # A value of the wrong type is refused later, when the whole file is checked.
     if not all(type(size) is int and size > 0 for size in sizes):
         return
     parameters, words = rules["model"]["parameters"], rules["model"]["config"].get("vocab_size")
@@ -292,12 +293,14 @@ def _choose_schedule(rules: dict[str, Any], options: argparse.Namespace) -> None
         warmup=given.get("training.warmup_steps"),
         total=given.get("training.total_steps"),
     )
-    # A high rate would first undo what the weights have learned. New adapters have learned nothing.
+    # A high rate would first undo what given weights have learned; new adapters have learned
+    # nothing yet.
     if options.weights is not None and not options.lora:
         fits["learning_rate"] /= 10
     training |= {k: v for k, v in fits.items() if f"training.{k}" not in given}
     if type(words) is int and 1 < words < _MANY_WORDS and "round.held_out_rise" not in given:
-        # Allow the same share of all that can be learned: the logarithm of the vocabulary's size.
+        # The loss can fall by at most the logarithm of the vocabulary's size. Allow the usual share
+        # of that.
         of_round["held_out_rise"] = round(0.25 * math.log(words) / math.log(_MANY_WORDS), 3)
     if options.exchange == "store" and "round.period" not in given:
         codec = of_round.get("codec", UPDATE_CODEC)
@@ -319,10 +322,10 @@ def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
         return
     link = link or SLOWEST_LINK[rules["exchange"]]
     grace = grace_seconds(parameters, codec, link, period=period)
-    # Compute with the margins that a longer period would have.
+    # The error suggests a longer period, so compute with the margins that it would have.
     most = grace_seconds(parameters, codec, link, period=math.inf)
     if rules["exchange"] == "hivemind":
-        # The all-reduce begins after the uploads are written.
+        # The all-reduce begins only after the uploads have been written.
         of_round.setdefault("average_after", f"{grace // 2}s")
         grace += average_seconds(parameters, link, period=period)
         most += average_seconds(parameters, link, period=math.inf)
@@ -338,7 +341,7 @@ def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
 
 
 def seconds_of(value: Any) -> float | None:
-    """Return the seconds of a duration in a file; None if the file will be refused for it."""
+    """Return the seconds of a duration in a file; None if a later check will refuse it."""
     try:
         return parse_duration(str(value)).total_seconds()
     except ValueError:
@@ -348,7 +351,7 @@ def seconds_of(value: Any) -> float | None:
 def rules_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the usual rules, changed as the options say.
 
-    Raises ConfigError for a key that cannot take a value, or a host that no other machine reaches.
+    Raises ConfigError for a key that takes no value, or a host that other machines cannot reach.
     """
     rules: dict[str, Any] = {}
     for key, value in USUAL.items():
@@ -375,7 +378,7 @@ def rules_of(options: argparse.Namespace) -> dict[str, Any]:
         if "." in key:
             section, _, name = key.partition(".")
             table = rules.setdefault(section, {})
-        # Refuse it here: otherwise later code would read a rule of the wrong type.
+        # Refuse such a key here, because later code would read a rule of the wrong type.
         if not isinstance(table, dict) or (key in rules and isinstance(rules[key], dict)):
             raise ConfigError(
                 f"--set {key}: the file has no such key, so no network was created: "
@@ -396,12 +399,12 @@ def rules_of(options: argparse.Namespace) -> dict[str, Any]:
     data = rules["data"]
     as_built_in = data["source"] == "hub" and data["dataset"] == USUAL["data.dataset"]
     if "data.dataset" not in dict(options.more) and data["source"] != "hub":
-        # With another source, nobody reads the hub's dataset.
+        # Other sources do not use the name of a dataset at the hub.
         data["dataset"] = str(data["source"]).partition(":")[0]
     if as_built_in and not {"folder", "revision", "rows"} & set(data):
         data["folder"] = _SAMPLE
-    # Given values take precedence over the model's. If the number of parameters is given,
-    # check_model compares it with the model's.
+    # Values that are given take precedence over those of the model. If they include the number of
+    # parameters, check_model compares it with the model's.
     config = read_model(options.model, tokenizer=options.tokenizer)
     rules["model"] = {"config": config} | rules["model"]
     check_model(rules["model"], rules["training"].get("sequence_length"))
@@ -411,11 +414,11 @@ def rules_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run_file(options: argparse.Namespace) -> str:
-    """Return the text of ``run.toml``: the flags that do not follow from the network's file."""
+    """Return the text of ``run.toml``, the flags that do not follow from the network's file."""
     flags: dict[str, Any] = {}
     if options.exchange == "hivemind":
         flags["dht.port"] = options.dht_port
-        with suppress(ValueError):  # a host name: the validator looks it up itself
+        with suppress(ValueError):  # the validator looks up a host name itself
             flags["dht.ip"] = str(ipaddress.IPv4Address(options.host or ""))
     if options.weights:
         flags["validator.model"] = str(options.folder.absolute() / ADAPTERS)

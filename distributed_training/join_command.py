@@ -1,14 +1,14 @@
-"""Join a network: get a uid, write a miner's settings and keys, then run the doctor.
+"""Join a network: get a uid, write a miner's settings and keys, and run the doctor.
 
     dt-join INVITATION [--folder FOLDER] [flags of the miner]
     dt-join FILE|URL   [--folder FOLDER] [flags of the miner]     without an invitation
     dt-join                                                       asks for the invitation
 
 The invitation is the line that the founder's "dt-network invite" or "dt-network run" prints. It
-names the network's file and its digest, and holds a secret: if other people use this machine,
-leave it out, and dt-join asks for it. The flags (see dt-miner --help) go into miner.toml, and the
-secret into .env. If the network needs a bucket, put its keys into .env first. If the command was
-interrupted, run it again.
+names the network's file and its digest, and contains a secret. If other people use this machine,
+leave the invitation out, and dt-join asks for it. The flags (see dt-miner --help) go into
+miner.toml, and the secret into .env. If the network needs a bucket, put its keys into .env first.
+If the command was interrupted, run it again.
 
 Exit status 2: something is wrong on this machine. 1: something is wrong elsewhere. In both cases
 one line says what to do. Otherwise the status is the doctor's.
@@ -72,7 +72,7 @@ _HEAD = """\
 
 
 class _Unfinished(RuntimeError):
-    """A join failed after the hotkey may have got a uid. A second run uses the same hotkey."""
+    """A join failed when the hotkey may already have a uid. A second run uses the same hotkey."""
 
 
 def build_parser() -> Parser:
@@ -112,10 +112,10 @@ def join(options: argparse.Namespace, words: Sequence[str]) -> int:
     """
     config, _ = enter(options.folder, words)
     here = Path.cwd()
-    # If members train on text of their own and no text is named here, a script may read it.
+    # If members train on text of their own and no setting names it, a script may read it instead.
     by_script = config.data.own and not config.data.own_text and not config.averages
     status = doctor.main(["--script"] if by_script else [])
-    # Before the network has begun, some of the doctor's checks fail.
+    # Some of the doctor's checks fail if the network has not begun yet.
     when = "the start, once nothing fails" if status else "the start"
     go = f"cd {shlex.quote(str(here))} && " if options.folder != Path() else ""
     text = " --data.own_text FILES, or your script, which reads its own text" if by_script else ""
@@ -128,13 +128,13 @@ def enter(
 ) -> tuple[Config, int | None]:
     """Write a member's settings and keys into ``folder``, and make it the current folder.
 
-    ``environ``: has the keys of the member's bucket, if it needs one. Returns the settings and the
-    member's uid, None if no registry gives one. Raises like :func:`join`.
+    ``environ``: contains the keys of the member's bucket if it needs one. Returns the settings, and
+    the member's uid or None if no registry gives one. Raises the same errors as :func:`join`.
     """
     others: list[str] = []
     found = read_argv(words, schema("miner"), others=others)
     if len(others) > 1:
-        # Do not show the word: if the invitation was broken in two, it is the secret.
+        # Do not show the words: if the invitation was broken in two, one of them is the secret.
         raise ConfigError(f"{len(others)} words where one is expected, {_NOTHING}: see --help")
     text = others[0] if others else getpass.getpass("invitation: ")
     place, token = _parts(text)
@@ -146,10 +146,10 @@ def enter(
             config = replace(config, chain=replace(config.chain, invitation=SecretStr(token)))
         variables = {name: environ.get(name, "") for name in config.key_variables}
         secret = {_INVITATION: token} if token else {}
-        _dotenv_with(variables | secret)  # it may refuse a value
+        _dotenv_with(variables | secret)  # raises if a value cannot be written
         uid, admitted = _register(config, undo)
         undo.pop_all()
-    if admitted:  # otherwise nobody has checked the secret
+    if admitted:  # otherwise, the registry has not checked the secret
         variables |= secret
     elif secret:
         print("this hotkey was already a member, so the invitation was neither used nor kept")
@@ -173,13 +173,13 @@ def enter(
 
 
 def _parts(text: str) -> tuple[str, str]:
-    """Return where the network's file is, and the secret if there is one. Raises ConfigError."""
+    """Return the place of the network's file, and the secret or "". Raises ConfigError."""
     from distributed_training.chain.registry import INVITATION as LINE
 
     text = text.strip().removeprefix("dt-join ")
     if found := LINE.fullmatch(text):
         return found[1], found[2]
-    if "#" in text or not text:  # do not show the text, which may hold most of a secret
+    if "#" in text or not text:  # do not show the text, which may contain most of a secret
         raise ConfigError(
             f"the invitation (URL#DIGEST.SECRET) is incomplete, {_NOTHING}: copy the whole line"
         )
@@ -223,7 +223,7 @@ def _settings(
                 "change it with an editor, or use --folder for another miner"
             )
     config = load_config("miner", argv, environ=environ, file=file, check=False)
-    # Use a separate wallet for each network, unless a wallet is named.
+    # Use a separate wallet for each network unless the settings name one.
     if file is None and "wallet.name" not in config.sources:
         chain = replace(config.chain, wallet_name=config.network.head.name)
         config = replace(config, chain=chain)
@@ -231,7 +231,7 @@ def _settings(
     wallet = (chain.wallet_path, chain.wallet_name, chain.wallet_hotkey)
     given |= dict(zip(WALLET, wallet, strict=True))
     _refuse([*check_installed(config), *check_addresses(config), *check_values(config)])
-    # Do this before a uid is taken, which would be wasted on a machine that cannot hold the model.
+    # Check this before getting a uid, which would be wasted if the model does not fit here.
     refuse_model(config, ranks=config.miner.nproc_per_node or visible_gpu_count() or 1)
     return config, given
 
@@ -239,18 +239,19 @@ def _settings(
 def _register(config: Config, undo: ExitStack) -> tuple[int | None, bool]:
     """Make the hotkey if it does not exist, and register it.
 
-    Returns its uid, None if no registry gives one, and whether the registry admitted it just now.
-    Raises ConfigError, ChainError, _Unfinished. ``undo`` removes a hotkey that was made.
+    Returns its uid, or None if no registry gives one, and whether the registry admitted it just
+    now. Raises ConfigError, ChainError, _Unfinished. ``undo`` removes a hotkey that was made.
     """
     from distributed_training.chain.identity import create_wallet, hotkey_file, load_wallet
 
     settings, there = config.chain, OPERATORS_FILE.exists()
     folder = Path(settings.wallet_path).expanduser()
     path = hotkey_file(folder, settings.wallet_name, settings.wallet_hotkey)
-    # This file names the folder that the hotkey was made for, since an interrupted join leaves no
-    # other trace.
+    # This file names the folder for which the hotkey was made. Without it, a join that was
+    # interrupted would leave no trace of that.
     user, here = path.with_name(f".{path.name}.folder"), str(Path.cwd())
-    is_new = not path.exists() and not there  # if there, a missing hotkey is lost: see load_wallet
+    # If there are settings already, a missing hotkey was lost, which load_wallet reports.
+    is_new = not path.exists() and not there
     if is_new:
         files = [user, path, path.with_name(f"{path.name}pub.txt"), *path.parents]
         undo.callback(_remove, *(each for each in files if not each.exists()))
@@ -287,8 +288,8 @@ def _register(config: Config, undo: ExitStack) -> tuple[int | None, bool]:
         _refuse(check_keys(config))
         admitted = uid is None
         if uid is None:
-            # From here on the hotkey may have a uid, whatever the answer is. If the hotkey were
-            # removed, the uid and the invitation would be lost with it.
+            # From now on the hotkey may have a uid, even if no answer arrives. So keep the hotkey:
+            # without it, the uid and the invitation would be lost too.
             made = undo.pop_all()
             try:
                 uid = chain.register()
@@ -307,7 +308,7 @@ def _refuse(lines: Iterable[str]) -> None:
 
 
 def _make_bucket(config: Config, bucket: str) -> None:
-    """Make the bucket if the key is allowed to. Otherwise the doctor names what is missing."""
+    """Create the bucket if the key may do so. Otherwise, the doctor reports the missing bucket."""
     with suppress(StoreError, ConfigError), closing(open_own(config.store, bucket)) as store:
         if isinstance(store, S3ObjectStore):
             try:
@@ -327,7 +328,7 @@ def _remove(*paths: Path) -> None:
 def _toml_of(given: Mapping[str, str], *, ports: bool) -> str:
     """Return the text of a ``--config`` file with the flags ``given``.
 
-    ``ports``: whether other members connect to this machine, so that its port is written too.
+    ``ports``: also write the port, because other members connect to this machine.
     """
     found = {"dht.port": str(schema("miner").find("dht.port").default)} if ports else {}
     tables: dict[str, Any] = {}
@@ -340,7 +341,7 @@ def _toml_of(given: Mapping[str, str], *, ports: bool) -> str:
 
 
 def _dotenv_with(keys: Mapping[str, str]) -> str:
-    """Return the text of ``.env`` with ``keys``, each in the line that it already has, if any.
+    """Return the text of ``.env`` with ``keys``. A key that it already has keeps its line.
 
     Raises ConfigError.
     """

@@ -13,8 +13,8 @@
     dt-network invite|allow|expel|members|serve|backup|restore ...   members (docs/registry.md)
 
 ``init`` makes the master's hotkey, writes ``network.toml`` with the usual rules and what the
-options change, signs it, and prints what to run. ``run`` (:mod:`.founder`) starts everything that
-the founder's machine needs. ``--set KEY=VALUE`` changes any other rule, with the keys of
+options change, signs it, and prints the next commands. ``run`` (:mod:`.founder`) starts everything
+that the founder's machine needs. ``--set KEY=VALUE`` changes any other rule, with the keys of
 docs/network-file.md; rules can also be changed later in the file, which ``sign`` then signs as the
 next version. `dt-registry` is another name of this program.
 """
@@ -85,7 +85,7 @@ def _add_init_options(init: argparse.ArgumentParser) -> None:
 
 
 def _add_rules(command: argparse.ArgumentParser, *, source: str) -> None:
-    """Add the options that say which model is trained on what. ``source``: default text source."""
+    """Add the options for the model and its text. ``source``: the default source of text."""
     text, path = argument(Text), argument(File)
     model = command.add_mutually_exclusive_group().add_argument
     shape = "config.json of a Llama-like model, or 125m, 1b, 4b [one of 2 million parameters]"
@@ -198,7 +198,7 @@ def _store(word: str) -> Any:
 
 
 def _assignment(word: str) -> tuple[str, Any]:
-    """Return the key and the value of ``KEY=VALUE``; a value that is not TOML becomes a text."""
+    """Return the key and the value of ``KEY=VALUE``. A value that is not TOML is taken as text."""
     key, equals, value = word.partition("=")
     if not equals or not key:
         raise argparse.ArgumentTypeError(f"{word!r:.100} is not KEY=VALUE")

@@ -1,6 +1,6 @@
-"""Find a network's file: at a path, or at an https URL, with the last good copy as a fallback.
+"""Read a network's file from a path or an https URL, with the last good copy as a fallback.
 
-A download is limited in bytes, seconds and redirects before its content is read.
+The bytes, the seconds and the redirects of a download are limited before its content is read.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def read_network(
         place: The path, URL or name.
         keys: See :func:`parse`.
         kept: Run folder, which may hold the copy from an earlier start with the same URL.
-        tell: Is called with the one line that says that the copy is used.
+        tell: Called with a line that says so if the copy is used.
 
-    A file by another founder than the copy's counts as no answer: whoever can write to that web
-    site must not move miners to a network of their own.
+    A file by another founder than that of the copy counts as no answer, because somebody who can
+    write to the web site must not be able to move miners to a network of their own.
 
     Raises:
         NetworkFileError: The file is refused, or cannot be read.
@@ -79,16 +79,16 @@ def read_network(
             "the part after # is not a digest of 64 letters and digits", "copy the line again"
         )
     copy = kept / KEPT
-    # Read the copy before asking the URL, since its founder decides what counts as an answer.
+    # Read the copy before asking the URL, because only a file by the same founder is an answer.
     known = None
-    # These errors mean that there is no copy, or a damaged one (NetworkFileError is a ValueError).
+    # A copy that is missing or damaged is no error here (NetworkFileError is a ValueError).
     with contextlib.suppress(OSError, ValueError):
         if (copy / "url").read_text(encoding="utf-8") == place:
             known = parse(read_text(copy / FILE), place=place, keys=keys)
     if known is not None and pinned not in ("", known.digest):
         known = None
-    # Anybody on the network path can change what comes over http, so a digest or a copy has to say
-    # whose file it is.
+    # Anybody on the network path can change a file that is sent over http, so a digest or a copy
+    # must say whose file it is.
     safe = ("https", "http") if pinned or known is not None else ("https",)
     if url.scheme not in safe or "@" in url.netloc:
         raise NetworkFileError(
@@ -103,7 +103,7 @@ def read_network(
             is_one = "format" in tree_of(text)
         except NetworkFileError:
             is_one = False
-        if not is_one:  # such as a maintenance page, or a proxy's page
+        if not is_one:  # it may be a maintenance page, or a proxy's page
             raise NetworkAway(f"what {place} answers is not a network's file")
         found = parse(text, place=place, keys=keys)
         if pinned not in ("", found.digest) and not _descends(found, pinned, place, keys):
@@ -131,8 +131,8 @@ def read_network(
 def _descends(found: Network, pinned: str, place: str, keys: Collection[str]) -> bool:
     """Return whether ``found`` is a later version of the file with the digest ``pinned``.
 
-    The versions in between are published next to the newest one, and each version names the digest
-    of the previous one. Raises NetworkAway.
+    The versions between the two are published next to the newest one, and each version names the
+    digest of the previous one. Raises NetworkAway.
     """
     version = found
     for _ in range(_MOST_VERSIONS):
@@ -145,7 +145,7 @@ def _descends(found: Network, pinned: str, place: str, keys: Collection[str]) ->
             version = parse(text, place=url, keys=keys)
         except NetworkFileError:
             return False
-        # Another founder's file could name any version as its previous one, even the invitation's.
+        # Another founder's file could name any version as its previous one, even the expected one.
         same = version.values["run_id"] == found.values["run_id"]
         if not same or f"sha256:{version.digest}" != before:
             return False
@@ -160,7 +160,7 @@ def save_copy(network: Network, folder: Path) -> None:
         return
     copy = folder / KEPT
     copy.mkdir(exist_ok=True)
-    # Write the URL last: without it, the rest does not count as a copy.
+    # Write the URL last, because without it the copy is not used.
     for name, text in {FILE: network.text, "url": network.place}.items():
         write_bytes(copy / name, text.encode())
 
@@ -176,7 +176,7 @@ def _fetch(url: str) -> str:
         try:
             data = run_to_end(download(url))
             break
-        except TooLong as error:  # some other page
+        except TooLong as error:  # the answer is some other page
             raise NetworkAway(f"what {url} answers is not a network's file: {error}") from None
         except httpx.HTTPStatusError as error:
             why = f"HTTP {error.response.status_code}"
@@ -188,7 +188,7 @@ def _fetch(url: str) -> str:
         raise NetworkAway(f"the network's file at {url} does not answer ({why})")
     try:
         return decode_text(data)
-    except NetworkFileError as error:  # some other page
+    except NetworkFileError as error:  # the answer is some other page
         raise NetworkAway(f"what {url} answers is not a network's file: {error}") from None
 
 
@@ -206,15 +206,15 @@ async def download(url: str, *, most: int = LARGEST_FILE, seconds: float | None 
             try:
                 place = urljoin(place, location)
                 parts = urlsplit(place)
-            except ValueError:  # httpx would take some of these for host names
+            except ValueError:  # httpx would take some invalid URLs for host names
                 raise NetworkAway(f"{url} leads to {location!r:.200}, which is no URL") from None
             shown = repr(place)[1:201]
-            # Demand https, because the signature does not say that the file is the newest.
+            # Demand https, because a signature does not prove that the file is the newest version.
             if parts.scheme != "https" or "@" in parts.netloc or not parts.hostname:
                 raise NetworkAway(f"{url} leads to {shown}, which anybody on the way can change")
-            # Check this before any request: a redirect by the founder's web site could make this
-            # machine send requests to its neighbours. An operator's own URL may be in their own
-            # network, and a proxy reaches no private address.
+            # Check this before the next request, because a redirect by the founder's web site could
+            # make this machine send requests to its neighbours. The URL that an operator gives may
+            # be inside their network. Requests through a proxy reach no private address.
             if proxy_for(place) is None and is_inside(place) and not is_inside(url):
                 raise NetworkAway(
                     f"{url} leads to {shown}, an internal address, so it was not fetched"
@@ -230,9 +230,9 @@ def _client(url: str) -> httpx.AsyncClient:
 
 
 def certificates() -> ssl.SSLContext:
-    """Return a context with the authorities that https servers are checked against.
+    """Return a context with the authorities by which the certificates of servers are checked.
 
-    They are httpx's own, or those that SSL_CERT_FILE or SSL_CERT_DIR name. Raises NetworkFileError.
+    They are httpx's own unless SSL_CERT_FILE or SSL_CERT_DIR names others. Raises NetworkFileError.
     """
     import httpx
 

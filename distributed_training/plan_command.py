@@ -1,11 +1,11 @@
-"""Plan a network's member: its bytes, hours and dollars, and whether the model fits.
+"""Plan for a network's members: bytes, hours and dollars, and whether the model fits.
 
     dt-plan --model 4b --gpu h100x8 --link 100/20 --peers 16
     dt-plan --network network.toml --gpu 4090x8 --link 500/50 --peers 8 --tokens 20e9
 
-It measures nothing. A GPU is assumed to reach 40 % of its peak; `make gpu`, or a miner's first
-hour, gives the tokens per second for --speed. All members are assumed to be alike. Exit status 1:
-the model does not fit, or its uploads come too late; 2: an argument cannot be used.
+It measures nothing. A GPU is assumed to reach 40 % of its peak. `make gpu`, or the first hour of a
+miner, shows the tokens per second to give as --speed. All members are assumed to be alike. Exit
+status 1: the model does not fit, or its uploads come too late; 2: an argument cannot be used.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from distributed_training.protocol.metadata import with_rules
 from distributed_training.protocol.network_report import span
 
 _GPU = re.compile(r"([a-z0-9]+?)(?:x([1-9]\d?))?(?:x([1-9]\d{0,2}))?")
-_MFU = 0.4  # fraction of a card's peak that it reaches, if its speed is not given
+_MFU = 0.4  # a card is assumed to reach this fraction of its peak if no speed is given
 _FLOPS = 6  # per parameter and token, forward and backward (arxiv.org/abs/2001.08361)
-_FROZEN_FLOPS = 4  # the same, for a parameter that gets no gradient
+_FROZEN_FLOPS = 4  # the same for a parameter that gets no gradient
 _VALIDATOR = 28  # bytes of a validator's host memory per trained parameter
-# Bytes of host memory that Python, torch, their buffers and the text need in a rank or a validator.
+# Bytes of host memory in each rank or validator for Python, torch, their buffers and the text.
 _PROCESS = 1_000_000_000
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One copy of the model on each of ``machines``, sharded over ``gpus`` of a ``card``."""
+    """Hold one copy of the model on each of ``machines``, sharded over ``gpus`` of a ``card``."""
 
     card: Card
     gpus: int = 1
@@ -78,7 +78,7 @@ def figures(options: argparse.Namespace) -> dict[str, Any]:
     founded, gpus = options.network is None, machine.gpus * machine.machines
     period, grace = (each.total_seconds() for each in (rounds.period, rounds.grace))
     average = average_seconds(trained, up, period=period) if exchange == "hivemind" else 0
-    if founded:  # as dt-network init chooses them
+    if founded:  # choose both as dt-network init does
         period = fitting_period(count, trained, rounds.codec, up) if exchange == "store" else period
         grace = grace_seconds(trained, rounds.codec, up, period=period) + average
     # The arrangement that needs the least GPU memory.
@@ -112,7 +112,7 @@ def figures(options: argparse.Namespace) -> dict[str, Any]:
         "step_seconds": training.local_batch_size_train_effective * length / speed,
         "tokens_per_second": speed,
         "device_bytes": device,
-        # All ranks read a frozen base's file through host memory, and a script loads it there.
+        # All ranks read the file of a frozen base through host memory; a script loads it there.
         "host_bytes": host_memory(shape, least) + machine.gpus * _PROCESS + frozen_bytes,
         "disk_bytes": disk_space(shape, keep_checkpoints=2),
         "sent": sent + moves,
@@ -210,7 +210,7 @@ def _rules_of(options: argparse.Namespace) -> tuple[Any, ModelShape, str]:
     part, itemsize = None, 4
     if options.network is not None:
         rules = rules_at(options.network)
-        # The built-in network's file says nothing of its model but the number of parameters.
+        # The built-in network's file has the number of parameters, but not the model itself.
         like = rules.network.model or named_config("tiny")
         head = rules.network.head
         given, count = options.network, head.parameters

@@ -1,4 +1,4 @@
-"""Sign a network's file as its next version, after all checks that a member's start makes."""
+"""Sign a network's file as its next version, after the checks that a member's start makes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def sign(options: argparse.Namespace, text: str | None = None) -> None:
 
 
 def decay(options: argparse.Namespace) -> None:
-    """Write the two keys of the decay into the file, and sign it. Raises ConfigError."""
+    """Write the two keys for a decay into the file, and sign the file. Raises ConfigError."""
     path, begins = options.file, options.begins
     outer_step, inner_steps = _place_of_the_validator(path)
     text = read_text(path)
@@ -91,7 +91,7 @@ def decay(options: argparse.Namespace) -> None:
     text = re.sub(r"(?m)^[ \t]*decay_(from|steps)[ \t]*=.*\n", "", text)
     lines = "".join(f"{key.partition('.')[2]} = {value}\n" for key, value in added.items())
     text = re.sub(r"(?m)^\[training\].*\n", lambda head: head[0] + lines, text, count=1)
-    # Check the result, since the patterns do not match every layout that TOML allows.
+    # Check the result, because the patterns do not match every layout that TOML allows.
     if flatten(tree_of(text)) != wanted:
         raise ConfigError(
             f"{path} is not laid out as dt-network init writes it, so nothing was signed: put "
@@ -106,7 +106,7 @@ def decay(options: argparse.Namespace) -> None:
 
 
 def _next_version(options: argparse.Namespace, flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the first lines that make a file follow its previous version. Raises ConfigError."""
+    """Return the keys that link the file to its previous version. Raises ConfigError."""
     path: Path = options.file
     folder = path.absolute().parent / VERSIONS
     kept = {int(p.stem): p for p in folder.glob("*.toml") if p.stem.isdecimal()}
@@ -142,7 +142,7 @@ def _next_version(options: argparse.Namespace, flat: Mapping[str, Any]) -> dict[
             f"{min(fixed)} differs from version {newest}, but a registry keeps for good what it "
             "was created with, so nothing was signed: restore the old value"
         )
-    # Nothing would publish the new files, and members would keep reading the files they have.
+    # Nothing would publish the new files, so members would keep reading the files that they have.
     if "data.files" in changed or ("data.files" in flat and "data.source" in changed):
         raise ConfigError(
             f"the data differs from version {newest}, but data.files are published only when a "
@@ -178,8 +178,8 @@ def _first_outer_step(options: argparse.Namespace, now: int | None, before: int)
             "the network's"
         )
     if options.at is None:
-        # A round may be in progress, so start two outer steps later, and not before the previous
-        # version.
+        # A round may be in progress, so start two outer steps later, but not before the previous
+        # version is in force.
         return max(0 if now == -1 else int(now or 0) + 2, before)
     if now is not None and options.at <= now:
         raise ConfigError(
@@ -192,8 +192,8 @@ def _first_outer_step(options: argparse.Namespace, now: int | None, before: int)
 def _place_of_the_validator(path: Path) -> tuple[int | None, int | None]:
     """Return the outer step and inner steps of the newest global state on the founder's machine.
 
-    Both are None if the validator's run folder next to the file does not say. The outer step is -1
-    if that folder is as ``init`` made it.
+    Both are None if the validator's run folder, next to the file, has no global state. In a folder
+    that is still as ``init`` made it, the outer step is -1.
     """
     from distributed_training.store.bucket_reader import states
 
@@ -211,9 +211,10 @@ def _place_of_the_validator(path: Path) -> tuple[int | None, int | None]:
 def write_file(path: Path, text: str) -> Config:
     """Write a network's file if the network's programs accept it.
 
-    Returns the configuration of a miner that uses it. If it raises ConfigError, the old file stays.
+    Returns the configuration of a miner that uses the file. Raises ConfigError if they do not
+    accept it; then the old file stays.
     """
-    # Write the trial file next to the file, since a rename works only within one disk.
+    # Write the trial file into the same folder, since a rename works only within one disk.
     trial = path.with_name(f".{path.name}")
     write_bytes(trial, text.encode())
     try:
@@ -230,7 +231,7 @@ def write_file(path: Path, text: str) -> Config:
             raise ConfigError(problems[0])
         kept = path.absolute().parent / VERSIONS
         kept.mkdir(exist_ok=True)
-        # Write the copy first: a version without a copy could be signed a second time.
+        # Write the copy first, because a version without a copy could be signed a second time.
         write_bytes(kept / f"{config.network.head.version}.toml", text.encode())
         os.replace(trial, path)
     except ConfigError as error:

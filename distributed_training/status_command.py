@@ -2,11 +2,11 @@
 
     dt-status                        the miner of the settings here, and others below this folder
     dt-status FOLDER...              the miners of these run folders, a row each if several
-    dt-status --watch                again every 2 s; into a pipe or file: a line for each change
+    dt-status --watch                again every 2 s; in a pipe or file, one line for each change
     dt-status --json                 one object per miner, each on a line, for programs
 
-It reads only files in the run folder, so it needs no port, works over ssh and under any load, and
-also while no miner runs. Exit status (for several miners, the first that applies to any of them):
+It reads only files in the run folder, so it needs no port and works over ssh, under any load, and
+while no miner runs. Exit status (for several miners, the first that applies to any of them):
 
     2    an argument or a folder cannot be used
     1    an operator must act, as the line ``do`` says
@@ -46,9 +46,9 @@ from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.telemetry.run_state import LAUNCHER_FILE, is_run_folder, observe
 from distributed_training.telemetry.verdict import MUST_ACT, NOT_RUNNING, judge
 
-_SAME = 1.0  # most seconds between a step's event and the same step in the facts
+_SAME = 1.0  # seconds by which a step's event and the same step in the facts may differ
 _EVERY = 2.0  # seconds between two checks with --watch
-_TAIL = 2**20  # bytes of events to read, which are hours of inner steps
+_TAIL = 2**20  # bytes of events to read, which cover hours of inner steps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,7 +96,7 @@ def find_own() -> list[Path]:
     try:
         own = [load_config("miner", [], file=OPERATORS_FILE, check=False).run_folder]
     except ConfigError as error:
-        # Continue, since an operator may look at a miner because its settings are refused.
+        # Continue, because refused settings may be the reason why an operator looks at the miner.
         own, refused = [run_folder_of([])], error
     # A second miner of pm2 has a folder of its own (DT_NAME).
     places = [f"runs/*/{LAUNCHER_FILE}", f"*/runs/*/{LAUNCHER_FILE}"]
@@ -111,24 +111,24 @@ def find_own() -> list[Path]:
     )
 
 
-# --- one look ------------------------------------------------------------------------------------
+# --- the state of a miner ------------------------------------------------------------------------
 
 
 def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
-    """Return the facts about a miner; the keys are the keys of ``--json``.
+    """Return the facts about a miner, with the keys that ``--json`` shows.
 
-    Times are Unix seconds, sizes are bytes. A fact that is unknown or does not exist is None.
+    Times are in Unix seconds, and sizes in bytes. An unknown fact is None.
     """
     folder = neuron.folder
-    with contextlib.suppress(OSError):  # if the disk fails, use the events read earlier
+    with contextlib.suppress(OSError):  # if the disk fails, use the events that were read before
         neuron.poll()
     settings = read_settings(folder)
     facts = observe(folder, now)
     found = judge(facts, now)
     launch, due = facts.launch, facts.expected_round(now)
     upload = facts.uploads[-1] if facts.uploads else None
-    # A step's event is written with its line in the log, up to 15 s before the facts. On a full
-    # disk only the facts are written.
+    # A step's event is written together with its log line, up to 15 s before the facts. If the disk
+    # is full, only the facts are written.
     reached, last = facts, neuron.known.step
     if last is not None and (facts.step is None or last.at >= facts.step.at - _SAME):
         reached = neuron.known
@@ -170,7 +170,7 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
 
 def show(folders: Sequence[Path], *, as_json: bool, watch: bool) -> int:
     """Print the state of each miner, repeatedly with ``watch``. Return the exit status."""
-    limit_resources()  # a file stays open for each folder
+    limit_resources()  # raises the limit of open files: one stays open for each folder
     neurons = [NeuronState(folder).catch_up(at_most=_TAIL) for folder in folders]
     redraws = watch and not as_json and sys.stdout.isatty()
     shown: dict[str, tuple[Any, ...]] = {}
@@ -193,7 +193,7 @@ def show(folders: Sequence[Path], *, as_json: bool, watch: bool) -> int:
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """Return a changed state as one line, for a log."""
+    """Return the state of a miner as one line for a log."""
     at = datetime.fromtimestamp(row["time"]).astimezone().isoformat(" ", "seconds")
     do = f"; {row['remedy']}" if row["remedy"] else ""
     return printable(f"{at} {row['name']}: {row['verdict']}: {row['cause']}{do}")
@@ -276,13 +276,13 @@ def ago(at: float, now: float) -> str:
 def when(at: float, now: float) -> str:
     if at <= now:
         return f"due for {span(now - at)}"
-    with contextlib.suppress(ValueError, OverflowError, OSError):  # beyond any calendar
+    with contextlib.suppress(ValueError, OverflowError, OSError):  # datetime has no such year
         return f"in {span(at - now)} ({datetime.fromtimestamp(at):%H:%M:%S})"
     return f"in {span(at - now)}"
 
 
 def printable(text: str) -> str:
-    """Return ``text`` without control characters, since parts of it came from outside."""
+    """Replace control characters in ``text``, because parts of it came from outside."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""List and abort multipart uploads that were never completed; they are billed but not visible.
+"""List and abort multipart uploads that were never completed. They are billed, but not visible.
 
     python scripts/abort_multipart_uploads.py BUCKET [--older-than 1h] [--prefix epoch-12/]
                                               [--network FILE|URL|NAME] [--dry-run] [--yes]
@@ -7,8 +7,8 @@
 
 The network's file names the store; without --network, the network in ``miner.toml`` is used. Keys
 are read from the environment and ``.env``, as the miner reads them. The miner cleans up its own
-bucket after each upload; this script is for other buckets, or for a miner that no longer runs.
-Choose --older-than so that the current upload of a running miner is younger.
+bucket after each upload, so this script is for other buckets, or for a miner that no longer runs.
+Choose --older-than so that it does not match the current upload of a running miner.
 
 Exit status: 0 done or nothing to do, 1 the store refused or did not answer, 2 bad input,
 130 interrupted.
@@ -71,7 +71,7 @@ def main() -> int:
     except ConfigError as error:
         return exit_with(error)
 
-    # Import these after parsing, so that --help and errors do not wait for the store's client.
+    # Import these after parsing, so that --help and refusals do not wait for the store's client.
     from distributed_training.store.errors import BucketMissingError, StoreError
     from distributed_training.store.opening import open_store
     from distributed_training.store.transfer import abort_uploads, stuck_uploads
@@ -93,7 +93,7 @@ def main() -> int:
         if arguments.dry_run:
             return 0
         if not arguments.yes:
-            # In cron or a pipe, nobody would answer and the script would wait forever.
+            # In cron or a pipe, nobody would answer, so the script would wait forever.
             if not sys.stdin.isatty():
                 print("error: no terminal to ask, so nothing aborted: add --yes", file=sys.stderr)
                 return 2
@@ -132,7 +132,7 @@ def _show(store: ObjectStore, found: list[MultipartInfo]) -> None:
     width = max(len(u.key) for u in found)
     print(f"{'KEY':{width}}  {'AGE':>9}  {'PARTS':>5}  {'SIZE':>10}  UPLOAD ID")
     total = 0
-    with ThreadPoolExecutor(8) as pool:  # each upload needs a request, and there may be thousands
+    with ThreadPoolExecutor(8) as pool:  # each of maybe thousands of uploads needs a request
         for u, sizes in zip(found, pool.map(sizes_of, found), strict=True):
             parts, size = "?", "?"
             if sizes is not None:

@@ -1,8 +1,8 @@
 """Install pip into the running virtual environment without ensurepip.
 
-Debian's python3 lacks ensurepip unless python3-venv is installed. But a pip wheel is a zip file
+On Debian, Python lacks ensurepip unless python3-venv is installed. But a pip wheel is a zip file
 that Python can run, so the wheel that ``requirements/build.txt`` names can install itself. Only
-scripts/setup.sh uses this.
+scripts/setup.sh uses this script.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> int:
     url = urllib.parse.urljoin(index, wheel["url"])
     with urllib.request.urlopen(url, timeout=120) as reply:
         content = reply.read()
-    # The wheel is run next, so accept only one that the list names.
+    # The wheel is run next, so accept it only if the list has its digest.
     if hashlib.sha256(content).hexdigest() not in found[2]:
         print("error: the pip wheel is not the listed one; retry, or: apt install python3-venv")
         return 1

@@ -4,8 +4,8 @@
     pip install uv && python scripts/lock.py
 
 ``constraints.txt`` is read first: each package in it keeps its version. Edit a version there, or
-delete its line to get the newest version that fits, and run this again. The lists are valid for
-Linux and macOS, Python 3.11 and newer, and every processor that PyPI has files for:
+delete its line to get the newest version that fits. Then run this again. The lists are valid for
+Linux and macOS, Python 3.11 and newer, and all processors for which PyPI has files:
 
     production  a miner, without torch       test   packages that its unit tests need
     local       a subnet on this machine     dev    linters, types, every other test
@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / "constraints.txt"
 FOLDER = ROOT / "requirements"
-_INDEX = "https://pypi.org/simple"  # fixed, since files in the user's index may have other hashes
+_INDEX = "https://pypi.org/simple"  # the user's index may have files with other hashes
 CPU_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
 _HEAD = (
     "# Written by scripts/lock.py. Installed by scripts/setup.sh: pip install --require-hashes\n"
@@ -87,7 +87,7 @@ def write_cpu_torch(wanted: str) -> None:
         if path.exists() and f"=={wanted}+cpu" in path.read_text():
             print(f"{path.relative_to(ROOT)}: left unchanged ({error})")
             return
-        # If torch has a new version, remove the old list: it would install the old version.
+        # If torch has a new version, remove the old list, because it would install the old version.
         page = ""
     file = rf"torch-{re.escape(wanted)}(?:\+|%2B)cpu-cp3\d+-cp3\d+-manylinux[^\"#]*"
     hashes = sorted(set(re.findall(rf"{file}#sha256=([0-9a-f]{{64}})", page)))
@@ -104,8 +104,8 @@ def write_uv_lock() -> None:
     command = ["uv", "lock", "--quiet", "--no-config", "--default-index", _INDEX]
     for line in CONSTRAINTS.read_text().splitlines()[1:]:
         command += ["--upgrade-package", line]
-    # Delete the old lock. Otherwise uv keeps its splits by Python version, one of which is for
-    # versions that torch has no files for.
+    # Delete the old lock. Otherwise, uv keeps its splits by Python version, and torch has no files
+    # for the versions of one of them.
     (ROOT / "uv.lock").unlink(missing_ok=True)
     subprocess.run(command, cwd=ROOT, check=True)
     print("uv.lock")

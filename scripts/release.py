@@ -7,7 +7,7 @@
 ``--wheel`` builds only the wheel of this commit, for members of a founder's network. Its version
 names the commit, and ``constraints.txt`` is put next to it. `make wheel` runs that.
 
-Nothing is published and no tag is created; the last line shows the commands for the tag.
+Nothing is published and no tag is created. The last line shows the commands for the tag.
 Afterwards the folder contains the wheel, the source archive, SHA256SUMS for both, and ``NOTES.md``,
 this version's section of CHANGELOG.md.
 
@@ -54,15 +54,15 @@ def build(folder: Path, version: str, *, commit: str = "") -> list[Path]:
 
     ``commit``: the commit that the wheel's version names, or "" for none.
     """
-    # Otherwise a file of an earlier version could be published along with the new ones.
+    # Empty the folder, so that no file of an earlier version is published along with the new ones.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     name = f"distributed_training_miner-{version}"
     sources = folder / f"{name}.tar.gz"
     git("archive", f"--prefix={name}/", f"--output={sources}", "HEAD")
-    tree = (
-        folder / "tree"
-    )  # so that the wheel has only committed files, and its build leaves no files in the checkout
+    # Built in a tree of its own, the wheel has only committed files, and its build leaves no files
+    # in the checkout.
+    tree = folder / "tree"
     tree.mkdir()
     subprocess.run(["tar", "-xzf", sources, "-C", tree], check=True)
     if commit:
