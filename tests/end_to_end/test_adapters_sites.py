@@ -46,12 +46,14 @@ def test_three_sites_train_adapters_by_the_commands_of_the_page(tmp_path: Path) 
         wait_for(lambda: founder.is_alive() and letter.exists(), "the invitation", 600, every=0.5)
         line = re.search(r"^\s*dt-join (\S+)$", letter.read_text(), re.M)
         assert line is not None
-        # The founder's site trains too.
+        # The founder's site trains as well.
         members = [Place(founder.machine, tmp_path / "third", tmp_path / "bin"), *partners]
         for member in members:
             member.invitation = line[1].strip("'")
             joined = member.start(f"dt-join 'INVITATION' {' '.join(LOCAL)}").wait(600)
-            assert joined in (0, 1), member.said  # the doctor's: nothing may have begun there
+            assert joined in (0, 1), (
+                member.said
+            )  # this is the doctor's status, since the network may not have begun
             member.running.append(member.start("exec dt-miner"))
 
         def steps(folder: Path) -> dict[int, dict[str, Any]]:
@@ -69,7 +71,7 @@ def test_three_sites_train_adapters_by_the_commands_of_the_page(tmp_path: Path) 
         for member in members:
             run = member.home / "runs" / "miner-default"
             wait_for(lambda run=run: newest in steps(run), "its outer step", 600, every=1.0)
-            # The base came once, as the founder published it; uploads hold only adapters.
+            # Each fetches the base once, as the founder published it. Uploads hold only adapters.
             (frozen,) = (run / "published").glob("*/frozen.safetensors")
             (given,) = (validator / "published").glob("*/frozen.safetensors")
             assert frozen.read_bytes() == given.read_bytes()

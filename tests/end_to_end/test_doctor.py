@@ -1,4 +1,4 @@
-"""``python -m distributed_training doctor``: bad surroundings, another's port."""
+"""Test ``python -m distributed_training doctor`` with faults around it, and its ``--probe``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EVERY = {
 def doctor(
     *words: str, folder: Path, environ: dict[str, str] | None = None
 ) -> tuple[int, dict[str, dict[str, Any]], str]:
-    """Exit status, checks by name, standard error."""
+    """Return the exit status, the checks by name, and the standard error."""
     clean = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "HOME": str(folder)}
     done = subprocess.run(
         [sys.executable, "-m", "distributed_training", "doctor", "--json", *words],
@@ -55,7 +55,7 @@ def doctor(
 
 @pytest.mark.slow
 def test_without_keys_network_and_gpu_each_check_says_why(tmp_path: Path) -> None:
-    """An address of TEST-NET-1 takes no packets, and a name below .invalid has no address."""
+    """A name below .invalid has no address, so the chain and the hub cannot be reached."""
     rules = {
         "chain.url": "https://nowhere.invalid:9944",
         "data.source": "hub",
@@ -65,7 +65,7 @@ def test_without_keys_network_and_gpu_each_check_says_why(tmp_path: Path) -> Non
     }
     status, checks, _ = doctor(
         f"--network={network_file(tmp_path / 'net', rules)}",
-        "--dht.ip=8.8.4.4",  # or public services are asked
+        "--dht.ip=8.8.4.4",  # without it, public services would be asked
         folder=tmp_path,
         environ={"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://nowhere.invalid"},
     )

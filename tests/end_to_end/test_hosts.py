@@ -1,7 +1,7 @@
-"""The hosts of docs/join-a-script.md as members of one network, each killed once and started again.
+"""Test the hosts of docs/join-a-script.md as members of one network. Each is killed once.
 
-One trial runs for all tests of this file. Its members adapt one base on text of their own, and an
-outer step needs the uploads of all.
+One trial serves all tests of this file. Its members adapt one base on text of their own, and an
+outer step needs an upload from each member.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.tools import host_member
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 SIZES = {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 2, "intermediate": 128}
-ROUNDS = 2  # one before the kill, one after it
+ROUNDS = 2  # one before the kill and one after it
 MEMBERS = [*host_member.HOSTS, "member-4"]
 
 
@@ -70,7 +70,7 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Trial:
 
 
 def test_all_hosts_count_in_each_outer_step(trial: Trial) -> None:
-    """An upload that helps less than the others is carried over."""
+    """An upload that helps less than the others may be carried over."""
     merged = re.findall(r"^outer step (\d) after \d+ s: merged (.*); held", trial.printed, re.M)
     assert [int(step) for step, _ in merged] == [*range(1, ROUNDS + 1)]
     for _, names in merged:
@@ -80,13 +80,13 @@ def test_all_hosts_count_in_each_outer_step(trial: Trial) -> None:
 @pytest.mark.parametrize("member", MEMBERS)
 def test_a_host_applies_each_update_and_is_ended_once(trial: Trial, member: str) -> None:
     events = trial.folder / member / "run" / "events.jsonl"
-    # The first one again where the kill came before its checkpoint.
+    # The first step may be taken again, if the kill came before its checkpoint.
     taken = {event["outer_step"] for event in read_events(events, "outer_step")}
     assert taken == {*range(1, ROUNDS + 1)}
     log = trial.log(member)
     if member in host_member.HOSTS:
         (status,) = re.findall(r"^killed; status (-?\d+)$", log, re.M)
-        # accelerate's own process says of the one that was killed that it failed.
+        # For a killed process, accelerate's own process ends with status 1.
         assert int(status) == (1 if "accelerate" in " ".join(host_member.HOSTS[member]) else -9)
     else:
         assert log.count("\nKeyboardInterrupt\n") == 1

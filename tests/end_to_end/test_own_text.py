@@ -1,4 +1,4 @@
-"""No member's own text leaves his machine: nothing that is sent, stored or logged has any of it.
+"""Test that a member's own text never leaves the machine: nothing sent, stored or logged has it.
 
 The network goes through the store, and each member has a bucket of its own there.
 """
@@ -29,12 +29,12 @@ NAMES = ("miner-1", "miner-2")
 
 
 def canary_of(name: str) -> str:
-    """Return a word that no other text has."""
+    """Return a word that occurs in no other text."""
     return f"canary-{hashlib.sha256(name.encode()).hexdigest()[:48]}"
 
 
 def words(name: str, count: int) -> str:
-    """Return text of random words, with the name's canary in each hundred."""
+    """Return text of random words. Each hundred contains the canary of ``name``."""
     draw = random.Random(name)
     known = ["".join(draw.choices(string.ascii_lowercase, k=draw.randint(3, 9))) for _ in range(99)]
     return "\n".join(
@@ -43,7 +43,7 @@ def words(name: str, count: int) -> str:
 
 
 def forms_of(canary: str) -> dict[str, bytes]:
-    """Return the canary as bytes, and as its tokens: binary, and in decimals."""
+    """Return the canary as bytes, and its tokens as binary and as decimal numbers."""
     ids = np.array(byte_tokenizer().encode(canary).ids)
     forms = {f"int{8 * width}": ids.astype(f"<u{width}").tobytes() for width in (2, 4, 8)}
     forms |= {f"after {between!r}": between.join(map(str, ids)).encode() for between in (",", ", ")}
@@ -51,7 +51,7 @@ def forms_of(canary: str) -> dict[str, bytes]:
 
 
 def ways(path: Path, forms: dict[str, bytes]) -> set[str]:
-    """Return the forms in which a file holds the canary."""
+    """Return the forms in which a file contains the canary."""
     data = path.read_bytes()
     return {way for way, form in forms.items() if form in data}
 
@@ -80,7 +80,7 @@ def test_own_text_is_in_nothing_that_leaves_a_miner(
             "data.own": True,
             "data.held_out": [f"words={held}#{digest}"],
             "store.access": "own",
-            # Nobody learns anything from words of random letters.
+            # A model cannot learn anything from words of random letters.
             "round.held_out_rise": 10.0,
         },
         miner_flags=("--neuron.wandb", "offline"),
@@ -115,7 +115,7 @@ def test_own_text_is_in_nothing_that_leaves_a_miner(
     assert recorded > bytes_sent > 1e6, "the uploads are among what was written down"
     files = [path for path in [*sent.iterdir(), *(tmp_path / "subnet").rglob("*")]
              if path.is_file() and not path.is_symlink()]  # fmt: skip
-    # What stays: prepared tokens, and checkpoints with the micro-batches of a step under way.
+    # These remain: prepared tokens, and checkpoints with micro-batches of an unfinished step.
     kept = {
         path
         for name in NAMES
@@ -129,7 +129,7 @@ def test_own_text_is_in_nothing_that_leaves_a_miner(
         assert not {
             path: found for path in files if path not in kept and (found := ways(path, forms))
         }
-        # The search finds it where it is, and in a copy of what was sent.
+        # The search itself works: it finds the text in its file and in a changed copy of an upload.
         assert any(ways(path, forms) for path in kept if path.suffix == ".tokens")
         planted = tmp_path / "planted"
         planted.write_bytes(min(sent.iterdir()).read_bytes() + forms["bytes"])

@@ -1,7 +1,7 @@
-"""The wheel without its extras: a member that follows the skill for agents to the letter.
+"""Test the wheel without its extras: a member follows the skill for agents to the letter.
 
-This checkout creates the network, on loopback; pip installs the wheel from the index. What programs
-of others say there is in tests/unit/test_config_installed.py.
+This checkout creates the network, on loopback; pip installs the wheel from the index. The
+messages of other programs there are in tests/unit/test_config_installed.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OF_EXTRAS = {module for modules in EXTRAS.values() for module in modules}
 
 
 class Home:
-    """An empty home, and a folder in it, on a machine that has Python and no checkout."""
+    """An empty home with a folder, on a machine that has Python but no checkout."""
 
     def __init__(self, folder: Path) -> None:
         self.place = folder / "here"
@@ -73,7 +73,7 @@ class Home:
         return done.returncode, done.stdout
 
     def follow(self, title: str, **given: str) -> None:
-        """Carry out a step as it stands there, and compare what it prints."""
+        """Carry out a step exactly as the skill gives it, and compare what it prints."""
         ((lines, expected),) = [step[1:] for step in _STEP.findall(SKILL) if step[0] == title]
         for word, value in given.items():
             assert word in lines
@@ -87,7 +87,7 @@ class Home:
 
 @contextmanager
 def founded(folder: Path) -> Iterator[str]:
-    """A store network of one member, who is not there yet. Yields the invitation."""
+    """Run a store network whose only member has not joined yet. Yields the invitation."""
     folder.mkdir()
     (registry,) = free_ports(1)
     words = ("--name", "lab", "--exchange", "store", "--registry", f"http://127.0.0.1:{registry}")

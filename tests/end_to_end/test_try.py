@@ -44,7 +44,7 @@ def ends(process: subprocess.Popen[str], patience: float = PATIENCE) -> tuple[in
 
 
 def test_a_kill_leaves_no_member(tmp_path: Path) -> None:
-    """Rounds with members of each kind are in test_hosts.py."""
+    """test_hosts.py has rounds with members of each kind."""
     process = start(tmp_path, EXAMPLE, "--members", "2", "--rounds", "2")
     try:
         logs = [tmp_path / "runs" / "try" / f"member-{n}" / "log.txt" for n in (1, 2)]

@@ -26,7 +26,7 @@ PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 
 
 class Place:
-    """A machine with a home that is empty at first. ``invitation`` is the text that it was sent."""
+    """A machine whose home is empty at first. ``invitation`` is the text that was sent to it."""
 
     def __init__(self, machine: Machine, home: Path, programs: Path) -> None:
         self.machine, self.home, self.invitation = machine, home, "INVITATION"
@@ -43,7 +43,7 @@ class Place:
             return subprocess.Popen(words, cwd=self.home, env=self.environ, stdout=log, stderr=log)
 
     def follow(self, who: str, *, after: str = "") -> None:
-        """Run the commands of ``who`` in the part of the page with the title ``after``."""
+        """Run the commands for ``who`` in the part of the page under the title ``after``."""
         part = PAGE.partition(f"\n## {after}\n")[2].partition("\n## ")[0]
         for named, keeps_running, lines in _BLOCK.findall(part):
             assert named == who
@@ -52,7 +52,7 @@ class Place:
                 self.running.append(process)
                 continue
             status = process.wait(300)
-            # dt-join exits with the doctor's status: checks fail where a network has not begun.
+            # dt-join exits with the doctor's status, and checks fail if the network has not begun.
             assert status == 0 or lines.startswith("dt-join"), self.said
 
     @property

@@ -1,4 +1,4 @@
-"""The setup of a version, which tests/unit/test_update.py replaces: or no operator could update."""
+"""Test the real setup of a version, for which tests/unit/test_update.py has a stand-in."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_a_clone_is_set_up_and_its_miner_and_doctor_answer(tmp_path: Path) -> None:
-    """scripts/setup.sh installs it from a folder that is no checkout, as an update does."""
+    """scripts/setup.sh installs it from a folder that is no checkout, as an update has it."""
     environ = {k: os.environ[k] for k in ("PATH", "HOME")} | {"PYTHONSAFEPATH": "1"}
     version = tmp_path / "a version"
     subprocess.run(["git", "clone", "--quiet", ROOT, version], check=True, timeout=60)
-    for _ in range(2):  # the second finds all there
+    for _ in range(2):  # the second run finds everything installed
         subprocess.run([version / "scripts" / "setup.sh"], check=True, env=environ)
     for words in (
         ("-m", "distributed_training", "run-folder", "miner", "--network", "local"),

@@ -1,4 +1,4 @@
-"""The package works where it is installed as a wheel, away from any checkout."""
+"""Test that the package works if it is installed as a wheel, without a checkout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of programs of an environment that holds the wheel and our dependencies."""
+    """Return the folder of programs in an environment with the wheel and our dependencies."""
     folder = tmp_path_factory.mktemp("wheel")
     wheel = build_wheel(folder)
     run(sys.executable, "-m", "venv", "--without-pip", folder / "env", cwd=folder, timeout=60)

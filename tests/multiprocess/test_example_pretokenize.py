@@ -1,4 +1,4 @@
-"""``scripts/pretokenize.py`` as an operator runs it: to the end, killed, with bad input."""
+"""Test ``scripts/pretokenize.py`` as an operator runs it: to its end, to a kill, with bad input."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def text_of(row: int) -> str:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two configs, one of them smaller than a page needs; some rows cannot be trained on."""
+    """Create two configs, of which one is smaller than a page. Some rows cannot be trained on."""
     folder = tmp_path_factory.mktemp("jsonl")
     (folder / "small").mkdir()
     for name, rows in (("a.jsonl", 620), ("small/b.jsonl", 30)):

@@ -1,4 +1,4 @@
-"""``dt-join``: a real registry that serves the network's file, and a real store."""
+"""Test ``dt-join`` with a real store, and a real registry that serves the network's file."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty home, and an empty folder in it where the program runs."""
+    """Return an empty home with an empty folder, in which the program runs."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in [name for name in os.environ if name.startswith(("R2_", "BT_", "DT_"))]:
         monkeypatch.delenv(name)
@@ -124,7 +124,7 @@ def test_one_line_makes_a_miner_and_again_takes_it_over(
     uid = uid_in(out)
     bucket = f"lab-{uid:03d}"
     assert f"bucket {bucket} made" in out and out.splitlines()[-1] == "the start: dt-miner"
-    config = load_config("miner", [], environ={}, file=here / "miner.toml")  # nothing is refused
+    config = load_config("miner", [], environ={}, file=here / "miner.toml")  # it refuses no setting
     assert config.general.network == f"{lab.url}/network.toml"
     assert (config.swarm.dht_port, config.chain.wallet_name) == (7001, "lab")
     assert (home / ".bittensor/wallets/lab/hotkeys/default").exists()
@@ -146,7 +146,7 @@ def test_another_folder_is_made_and_named(
     lab: Lab, home: Path, invitation: str, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     for name, value in lab.keys.items():
-        monkeypatch.setenv(name, value)  # a service has none of this shell's variables
+        monkeypatch.setenv(name, value)  # a service will not have the variables of this shell
     monkeypatch.setattr(getpass, "getpass", lambda prompt: invitation)
     assert join_command.main(["--folder", "two words"]) == 0
     folder = home / "here" / "two words"
@@ -158,9 +158,9 @@ def test_another_folder_is_made_and_named(
     assert load_config("miner", [], environ={}, file=Path("miner.toml"))
 
 
-#: What is wrong: the words of ``dt-join`` for an invitation in a folder, and what the line says.
+#: For each fault: the words for ``dt-join``, given an invitation and a folder, and the error.
 WRONG: dict[str, tuple[Callable[[str, Path], list[str]], str]] = {
-    # The registry's other refusals are in test_registry.py.
+    # test_registry.py has the other refusals of the registry.
     "unknown": (lambda line, here: [line[:-8] + line[:-9:-1]], "the invitation is not known here"),
     "digest": (
         lambda line, here: [re.sub(r"\w{4}(?=\.[^.]+$)", "0123", line)],
@@ -214,7 +214,7 @@ def test_bad_invitation_is_one_line_and_nothing_is_written(
 def test_a_second_folder_never_silently_takes_a_hotkey_that_has_a_uid(
     lab: Lab, home: Path, invitation: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nor does it write a secret that nobody has checked; what its line names works."""
+    """It does not write a secret that nobody has checked either, and its remedy works."""
     first, two = home / "here", home / "two"
     two.mkdir()
     write_keys(lab, first)

@@ -1,4 +1,4 @@
-"""A script of two ranks that joined a store network, under DDP and FSDP2: equal weights."""
+"""Test a script of two ranks in a store network, under DDP and FSDP2: their weights are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs of a network, started in an empty home; its rules; outer steps of a run folder."""
+"""Start the programs of a network in an empty home, and read the outer steps of a run folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODULES = {
     "dt-score": "scripts.score",
     "dt-status": "distributed_training.status_command",
 }
-#: The rules of a store network that this machine runs in minutes.
+#: The rules of a store network whose rounds take only minutes on this machine.
 RULES = [
     word
     for key, value in flatten(of_exchange(built_in_rules("local"), "store")).items()
@@ -68,7 +68,7 @@ def start(home: Path, program: str, *words: str) -> tuple[subprocess.Popen[bytes
 
 
 def outer_steps(run_folder: Path) -> dict[int, dict[str, object]]:
-    """The events of outer steps, by number."""
+    """Return the events of outer steps, by number."""
     path = run_folder / "events.jsonl"
     events = read_events(path) if path.exists() else []
     return {e["outer_step"]: e for e in events if e["kind"] == "outer_step"}

@@ -1,4 +1,4 @@
-"""Run an example as a member of a trial, by its folder: ``member-1`` the first host, and so on.
+"""Run an example as a member of a trial. Its folder decides which: ``member-1`` is the first host.
 
     dt-network try tests/tools/host_member.py --members 4 --args "NETWORK BASE TEXT"
 
@@ -45,7 +45,9 @@ def run_script(words: list[str]) -> int:
     with subprocess.Popen(words) as first:
         wait_for(first_outer_step_is_taken, "an outer step", PATIENCE, every=0.5)
         os.kill(joined(), signal.SIGKILL)
-        print(f"\nkilled; status {first.wait(PATIENCE)}", flush=True)  # after a progress bar
+        print(
+            f"\nkilled; status {first.wait(PATIENCE)}", flush=True
+        )  # a progress bar may come before it on the line
     return subprocess.run(words).returncode
 
 
@@ -67,7 +69,7 @@ def run_notebook(base: str, text: str) -> None:
     threading.Thread(target=interrupt, daemon=True).start()
     with client.setup_kernel():
         for _ in range(2):
-            for index, cell in enumerate(notebook.cells[:-1]):  # the last one leaves the network
+            for index, cell in enumerate(notebook.cells[:-1]):  # the last cell leaves the network
                 client.execute_cell(cell, index)
                 for output in cell.get("outputs", ()):
                     print(output.get("text") or output.get("ename"), flush=True)

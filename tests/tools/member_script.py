@@ -1,7 +1,7 @@
-"""One rank of a script that joined: ``member_script.py KIND FOLDER``.
+"""Run one rank of a script that joins a network: ``member_script.py KIND FOLDER``.
 
 KIND is ``ddp`` or ``fsdp``; FOLDER holds the network of a ``member_world.MemberWorld``. The script
-ends at the first outer step. Kills are in tests/unit/test_member.py.
+ends at the first outer step. tests/unit/test_member.py has the kills.
 """
 
 from __future__ import annotations

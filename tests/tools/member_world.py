@@ -1,4 +1,4 @@
-"""A store network around scripts that join it: a folder for a store, a leader, a played chain."""
+"""Provide a store network for scripts to join: a folder as its store, a leader, a fake chain."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ STORE_RULES = RULES | {
 
 
 class Chain(MemoryChain):
-    """Knows the master and the miner."""
+    """A chain that knows the master and the miner."""
 
     def __init__(self) -> None:
         ledger = MemoryLedger()
@@ -68,7 +68,7 @@ def open_played(
     stack: ExitStack,
     post: Callable[[ev.Event], None],
 ) -> tuple[build.Connections, StartupInfo]:
-    """In the place of ``build.open_connections``: only the chain is played."""
+    """Replace ``build.open_connections``. Only the chain is a fake."""
     store = FolderStore(bucket, writes=True)
     member = Member(Wallet(MINER, None), Chain(), UID)
     rounds = open_exchange(config, member, folder, store=store, uploads=store, at_head=lambda: None)
@@ -96,7 +96,7 @@ def build_played(
     events: SimpleQueue[ev.Event],
     stack: ExitStack,
 ) -> start.Rank:
-    """Build the product's rank of a miner; the network is opened by rank 0 only."""
+    """Build the product's rank of a miner. Only rank 0 opens the network."""
     connections = None
     if ranks.rank == 0:
         connections, info = open_played(bucket, config, folder, stack, events.put)
@@ -109,14 +109,14 @@ def build_played(
 
 
 def save_starts(made: Trainer | ScriptWeights, folder: Path) -> None:
-    """Write the whole weights with which the outer step began. Collective."""
+    """Save the whole weights with which the outer step began. Collective."""
     whole = made.stream.whole(made.outer.epoch_start or [])
     if dist.get_rank() == 0:
         torch.save(whole, folder / "epoch-start.pt")
 
 
 class MemberWorld:
-    """A network of one script, whose model is ``model``, content of a ``config.json``."""
+    """A network of one script. ``model`` is the content of a ``config.json``."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ def settings_in(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def played(bucket: Path) -> Iterator[None]:
-    """The store is a folder, and the chain played, in joins inside."""
+    """Within this context, a join uses a folder as the store, and a fake chain."""
     opened = mock.patch.object(
         build, "open_connections", lambda *given: open_played(bucket, *given)
     )

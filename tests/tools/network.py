@@ -1,4 +1,4 @@
-"""A network's file for a test: one that comes with the program, with other values."""
+"""Write a network's file for a test: a built-in file with other values."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ALICE = Keypair.create_from_uri("//Alice")
 def network_file(folder: Path, rules: Mapping[str, Any], *, signer: Any = ALICE) -> str:
     """Write ``network.toml`` into ``folder``; return its path.
 
-    ``rules``: key (``training.sequence_length``) -> value; with ``exchange`` "store" the base's
-    keys that have a place there. ``signer`` is the master.
+    ``rules``: values by key (``training.sequence_length``). Keys of the base that do not fit
+    ``exchange`` are left out. ``signer`` is the master.
     """
     tables = built_in_rules()
     tables.pop("run_id")

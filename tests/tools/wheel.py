@@ -1,4 +1,4 @@
-"""The wheel, and environments that hold it."""
+"""Build the wheel, and environments that contain it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def run(*words: str | Path, cwd: Path, timeout: float) -> str:
 
 
 def build_wheel(folder: Path) -> Path:
-    """Build the wheel of this checkout, with what is not committed, in ``folder``."""
-    source = folder / "source"  # a build writes into its source
+    """Build the wheel of this checkout, with its uncommitted changes, in ``folder``."""
+    source = folder / "source"  # a build writes into its source folder
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         (source / name).write_bytes((ROOT / name).read_bytes())

@@ -1,4 +1,4 @@
-"""``dt-network audit`` and ``rewind``: their output, and the publication after a rewind."""
+"""Test ``dt-network audit``, ``rewind`` and ``recover``: their output and what they publish."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.tools.outer_steps import MASTER, RUN_ID, open_chain, publish_chain, s
 
 pytestmark = pytest.mark.timeout(300)
 
-STEPS = 6  # sets at 0 and 4
+STEPS = 6  # outer steps 0 and 4 have whole weights
 
 
 def steps_of(bucket: Path, folder: Path) -> OuterSteps:
@@ -59,9 +59,9 @@ def test_going_back_is_one_more_outer_step(tmp_path: Path) -> None:
     chain = open_chain(bucket, tmp_path)
     state = chain.state()
     state.check_after(before)
-    # That state is old, so closes may have moved since.
+    # That state is old, so the next serials may have been used since.
     assert state.outer_step == STEPS + 1 and state.serial == before.serial + SERIALS + 1
-    # From there a validator continues, and everybody may check it.
+    # A validator continues from there, and anybody can check the chain.
     assert_same(chain.replay(state), states[5])
     found = chain.audit()
     assert found.problems == [] and found.replayed_from == 4
@@ -69,7 +69,7 @@ def test_going_back_is_one_more_outer_step(tmp_path: Path) -> None:
 
 
 def keep_copy(bucket: Path, folder: Path) -> None:
-    """Give a founder's machine the copy of the chain that its validator has."""
+    """Create the validator's copy of the chain on a founder's machine."""
     signed = folder / "global" / "signed"
     signed.mkdir(parents=True)
     shutil.copy(bucket / keys.STATE, signed)
@@ -81,7 +81,7 @@ def keep_copy(bucket: Path, folder: Path) -> None:
 
 
 def test_a_network_goes_back_by_this_machines_copy_of_a_bad_bucket(tmp_path: Path) -> None:
-    """All that this machine has a copy of is damaged, and the state is an old one."""
+    """In the bucket, all files that this machine has are damaged, and the state is old."""
     bucket, early = tmp_path / "bucket", tmp_path / "early"
     states = publish_chain(bucket, STEPS)
     publish_chain(early, 3)
@@ -147,7 +147,7 @@ def found(folder: Path) -> None:
 def recovered(
     bucket: Path, folder: Path, *, period: float = 1e11, above: int = -1
 ) -> tuple[Manifest, ManifestChain]:
-    """Recover a network whose closes are thousands of years apart, as its files are from 1970."""
+    """Recover a network. Its period is thousands of years long, because its files are from 1970."""
     steps, chain = steps_of(bucket, folder), open_chain(bucket, folder / "replay")
     store, pace = FolderStore(bucket, writes=True), {"period": period, "grace": 100.0}
     return begin_again(steps, chain, store, config={"a": 1}, above=above, **pace), chain
@@ -181,7 +181,7 @@ def test_a_recovery_begins_above_all_with_the_newest_weights(lost: str, tmp_path
     assert state.serial >= 2**32 and state.weights_at == (STEPS + 1,)
     found = chain.audit(keep_uploads=8)
     assert found.problems == [] and found.recovered == found.replayed_from == STEPS + 1
-    # The validator continues from there, also on another machine.
+    # The validator continues from there, even on another machine.
     steps, _ = opened(bucket, tmp_path / "empty")
     assert steps.head.digest == manifest.digest and steps.history == [steps.head]
 
@@ -200,7 +200,7 @@ def test_a_recovery_uses_the_run_folder_where_that_is_further(tmp_path: Path) ->
     assert manifest.weights == digest_of(states[4].weights) and manifest.momentum
     assert chain.audit().problems == []
     shutil.rmtree(old)
-    old.mkdir()  # emptied
+    old.mkdir()  # now the bucket is empty
     manifest, _ = recovered(old, tmp_path)
     assert manifest.outer_step > 5 and manifest.rewound_to in (4, 5)
 
@@ -213,7 +213,7 @@ def test_a_recovery_is_above_what_others_saw_meanwhile(tmp_path: Path) -> None:
     again, _ = recovered(bucket, tmp_path / "b", period=1000.0)
     assert again.outer_step == 72, "no close can have passed in the seconds since"
     shutil.rmtree(bucket)
-    publish_chain(bucket, STEPS)  # signed in 1970
+    publish_chain(bucket, STEPS)  # its files are signed in 1970
     manifest, _ = recovered(bucket, tmp_path / "c")
     again, _ = recovered(bucket, tmp_path / "d", period=1e8)
     assert again.outer_step == manifest.outer_step + 1

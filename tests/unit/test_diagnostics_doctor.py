@@ -91,7 +91,7 @@ def test_memory_and_disk_hold_a_frozen_base_too(
     monkeypatch.setattr(machine, "host_bytes", lambda: base // 2)
     with pytest.raises(ConfigError, match="host memory: at least"):
         machine.refuse_model(config, ranks=1)
-    monkeypatch.setattr(machine, "host_bytes", lambda: 2 * base)  # adapters take little
+    monkeypatch.setattr(machine, "host_bytes", lambda: 2 * base)  # adapters need little more
     machine.refuse_model(config, ranks=1)
     asked = Examination(config, ranks=1)
     assert [check.status for check in machine.check_model(asked)] == ["ok"]
@@ -157,7 +157,9 @@ def test_the_newest_global_state_is_of_today(
 
 
 def test_port() -> None:
-    (port,) = free_ports(1)  # of the system's own range another program might take it when let go
+    (port,) = free_ports(
+        1
+    )  # another program might take a port of the ephemeral range once it is free
     config = config_of("--dht.port", str(port), rules={"exchange": "hivemind"})
     with socket.create_server(("127.0.0.1", port)):
         (taken,) = machine.check_ports(Examination(config, ranks=1))
@@ -183,14 +185,14 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
         assert "is not a folder" in check_room(folder).finding
-    assert check_room(tmp_path / ("long" * 99)).finding  # no traceback
+    assert check_room(tmp_path / ("long" * 99)).finding  # a check, and no exception
     needed = 10**18
     check = check_room(missing)
     assert check.status == "fail" and "--neuron.run_folder" in check.remedy
 
 
 def test_disk_reserve_is_part_of_the_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a start passes with 0.6 GB, and waits for ever for room to download anything."""
+    """Otherwise, a start with 0.6 GB would pass, and then wait forever for space to download."""
     config = load_config("miner", ["--network", "local"], environ={}, check=False)
     for free, status in ((6 * 10**8, "fail"), (3 * 10**9, "ok")):
         usage = SimpleNamespace(total=10**12, free=free)
@@ -217,7 +219,7 @@ def test_the_doctor_of_a_miner_that_deletes_folders_meanwhile(
 ) -> None:
     (tmp_path / "snapshot" / "deep").mkdir(parents=True)
     (tmp_path / "kept").write_bytes(b"four")
-    (tmp_path / "config.json").write_text("[]")  # no model's
+    (tmp_path / "config.json").write_text("[]")  # not the config.json of a model
     scandir = os.scandir
 
     def delete(path: Any) -> Any:
@@ -237,7 +239,7 @@ def test_the_doctor_of_a_miner_that_deletes_folders_meanwhile(
 def test_a_line_is_judged_by_the_time_an_upload_really_has(
     seconds: float, verdict: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``seconds``: the time of an upload of the model. The grace is 20 s."""
+    """An upload of the model takes ``seconds``. The grace is 20 s."""
     shape = ModelShape.from_config(named_config("tiny"))
     now = 0.0
 
@@ -274,7 +276,7 @@ def test_no_gpu_is_a_failure_only_if_one_was_asked_for(monkeypatch: pytest.Monke
 
 
 class FakeNvml:
-    """nvidia-ml-py's functions over made-up cards; the driver itself cannot be had in a test."""
+    """Has nvidia-ml-py's functions for invented cards, since a test has no driver."""
 
     class NVMLError(Exception):
         pass
@@ -347,7 +349,7 @@ def test_sampler(fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sample.utilization == 97 and sample.power_watts is None
     assert gpus.sample_gpu(3) is None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-b,7,0")
-    assert gpus.visible_gpu_count() == 2  # like CUDA: the list ends at the first bad entry
+    assert gpus.visible_gpu_count() == 2  # as in CUDA, the list ends at the first bad entry
     assert gpus.sample_gpu(1) == sample
     assert fake_nvml.open == 0
 
@@ -388,7 +390,7 @@ def test_a_driver_that_never_answers_costs_one_wait_and_one_line(
     release.set()
     wait_for(lambda: gpus.visible_gpu_count() == 3, "the driver's answer")
     monkeypatch.setattr(fake_nvml, "nvmlDeviceGetUtilizationRates", lambda handle: None)
-    with pytest.raises(AttributeError):  # raised where it was asked
+    with pytest.raises(AttributeError):  # raised in the thread that has called it
         gpus.gpu_utilization(0)
 
 
@@ -396,7 +398,7 @@ def test_gpus_in_use_are_named(fake_nvml: FakeNvml) -> None:
     assert status(check_gpus(2, "auto")) == {"gpu 0": "ok", "gpu 1": "warn"}
     (check,) = check_gpus(4, "auto")
     assert check.status == "fail" and "--nproc_per_node 3" in check.remedy
-    fake_nvml.lost = {1}  # the driver counts it and gives no handle
+    fake_nvml.lost = {1}  # the driver still counts it, but gives no handle
     (check,) = check_gpus(3, "auto")
     assert check.status == "fail" and "--nproc_per_node 2" in check.remedy
     assert [c.finding[:6] for c in check_gpus(2, "auto")] == ["Card 0", "Card 2"]
@@ -422,7 +424,7 @@ def test_the_doctor_names_a_proxy_that_is_not_used(monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Path]:
-    """A run folder whose rank lives."""
+    """Yield a run folder whose rank is running."""
     words = [sys.executable, "-c", "input()"]
     with subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) as process:
         write_state(tmp_path / "pids" / "rank-0.json", ProcessId.of(process.pid))

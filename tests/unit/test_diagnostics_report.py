@@ -57,7 +57,7 @@ def test_the_block_without_a_gpu(expected: bool, monkeypatch: pytest.MonkeyPatch
         world_size=1,
         expect_gpu=expected,
     )
-    if not expected:  # the CPU was asked for: no word of GPUs
+    if not expected:  # --neuron.device cpu was given, so GPUs are not mentioned
         (line,) = lines
         assert "Training on the CPU, as --neuron.device cpu asks: 1 rank" in line
         assert "GPU" not in line and "8 micro-batches" in line

@@ -1,4 +1,4 @@
-"""JSON lines, text, shards and mixtures as sources; bad input of each kind."""
+"""Test JSON lines, text, shards and mixtures as sources, with bad input of each kind."""
 
 from __future__ import annotations
 
@@ -54,10 +54,14 @@ def test_jsonl_rows_across_files_and_configs(tmp_path: Path) -> None:
     assert made.rows("root", 10, split="train", limit=3) == ROWS[210:213]
     with pytest.raises(PageUnavailable, match="no row 200"):
         made.rows("a", 200, split="train", limit=1)
-    # The index is found again, and not used for a file that changed.
+    # The index is used again, but not for a file that has changed.
     (index,) = [p for p in (tmp_path / ".index").iterdir() if np.load(p)[-1] < 1500][:1] or [None]
     assert index is not None
-    for damage in (b"", b"PK\3\4", index.read_bytes()[:-8] + bytes(8)):  # as a power loss leaves it
+    for damage in (
+        b"",
+        b"PK\3\4",
+        index.read_bytes()[:-8] + bytes(8),
+    ):  # a power loss may leave such files
         index.write_bytes(damage)
         mended = JsonLinesSource(
             tmp_path, text_key="text", index=tmp_path / ".index", counts=counts
@@ -114,7 +118,7 @@ def test_every_sequence_of_the_shards_is_used_once_before_any_twice(
     data = np.concatenate(make_shards(tmp_path / "shards", tokenizer))
     maker = BlockMaker(
         spec(tokenizer, tmp_path, f"shards:{tmp_path / 'shards'}", pages_per_block=3)
-    )  # nine pages of 20 sequences
+    )  # there are nine pages of 20 sequences
     blocks = [tokens(maker, block) for block in (5, 6, 7)]
     used = np.concatenate(blocks)
     assert sorted(map(bytes, used.astype("<i4"))) == sorted(map(bytes, data.astype("<i4")))
@@ -186,7 +190,7 @@ def test_a_mixture_keeps_its_shares(case: tuple[list[float], list[int]]) -> None
     assert bool(order) is any(counts)
     for source, count in enumerate(counts):
         own = [number for of, number in order if of == source]
-        assert own == list(range(len(own))) and len(own) <= count  # in their order, each once
+        assert own == list(range(len(own))) and len(own) <= count  # each once, in their order
     if all(counts):
         share = np.array(shares) / sum(shares)
         for k in range(1, len(order) + 1):

@@ -1,4 +1,4 @@
-"""Each example runs as its docstring says."""
+"""Test that each example runs as its docstring says."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOY = EXAMPLES.parent / "tests" / "toys" / "outer_rule.py"
 
 @pytest.mark.slow
 def test_outer_rules_of_files_are_compared_with_the_network_s_own(tmp_path: Path) -> None:
-    """A toy and the examples; the counted bytes are the ones that the rule sends."""
+    """The rules are a toy and the examples, and the printed bytes are those that a rule sends."""
     rules = [EXAMPLES / "rules" / f"{name}.py" for name in ("sparse_uploads", "pairs", "by_gain")]
     picture = tmp_path / "compare.png"
     words = ["nesterov", TOY, *rules, "--seeds", "1", "--rounds", "1", "--steps", "1"]
@@ -42,7 +42,7 @@ def test_outer_rules_of_files_are_compared_with_the_network_s_own(tmp_path: Path
 
 @pytest.mark.slow
 def test_a_comparison_is_fair_and_written_as_it_goes(tmp_path: Path) -> None:
-    """Rates of each rule, a sweep, seeds of one kind, own text and model, slow and lost workers."""
+    """It has rates per rule, a sweep, seeds, own text and model, and slow and lost workers."""
     text = tmp_path / "text"
     text.write_bytes(b"".join(b"%d words, " % number for number in range(20_000)))
     options = {
@@ -64,7 +64,7 @@ def test_a_comparison_is_fair_and_written_as_it_goes(tmp_path: Path) -> None:
     for curve in found["curves"]:
         assert [len(losses) for losses in curve["losses"]] == [2, 2]
         assert curve["losses"][-1] < curve["losses"][0]
-    # Of three workers some uploads are lost, and never all.
+    # Some uploads of the three workers are lost, but never all.
     assert 0 < found["curves"][0]["sent"][-1] < 2 * found["curves"][0]["received"][0]
 
 
@@ -93,7 +93,7 @@ def test_a_rule_is_a_file_of_at_most_80_lines_and_the_page_shows_one_whole(name:
 
 @pytest.fixture
 def sparse(monkeypatch: pytest.MonkeyPatch) -> Codec:
-    """What is imported as a plug-in here is none of the tests after it, nor of children."""
+    """Import the codec as a plug-in for this test only, and not for its child processes."""
     monkeypatch.setattr(kinds, "_imported", [])
     monkeypatch.setattr(CODECS, "_made", dict(CODECS._made))
     monkeypatch.delitem(sys.modules, "examples.sparse_codec", raising=False)

@@ -1,4 +1,4 @@
-"""Run a network of one's own: the programs it starts, its missing files, and its command."""
+"""Test ``dt-network run``: the programs that it starts, missing files, and its command."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
-    """A network with an embedded store, on free ports of this machine."""
+    """Return a network with an embedded store, and the free ports that it uses."""
     place = tmp_path_factory.mktemp("founder")
     ports = free_ports(2)
     words = ("--name", "lab", "--host", "127.0.0.1", "--dht-port", str(ports[0]), "--miners", "1",
@@ -85,7 +85,7 @@ def rewrite(path: Path, old: str, new: str) -> None:
     path.write_text(re.sub(old, new, path.read_text(), count=1))
 
 
-#: What an operator may have done to the folder, and what the one line says of it.
+#: What a founder may have done to the folder, and words of the error.
 MISSING = {
     "no folder": (lambda lab: shutil.rmtree(lab), "there is no network.toml in lab"),
     "no file": (lambda lab: (lab / "network.toml").unlink(), "there is no network.toml in lab"),
@@ -113,12 +113,12 @@ MISSING = {
 def test_missing_file_or_key_is_one_line_before_anything_starts(
     case: str, lab: Path, capsys, monkeypatch
 ) -> None:
-    monkeypatch.setattr(founder, "Program", None)  # whatever is started fails
+    monkeypatch.setattr(founder, "Program", None)  # so that starting any program fails
     break_it, words = MISSING[case]
     break_it(lab)
     try:
         status = main(["run", "lab"])
-    except SystemExit as end:  # of argparse
+    except SystemExit as end:  # raised by argparse
         status = end.code
     assert status == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -262,7 +262,7 @@ def test_a_validator_that_ends_for_good_ends_nothing_else(
     assert running.follow() == 0
     said = capsys.readouterr().out
     assert said.count(f"the validator ended with status {status}, for the reason above") == 2
-    # Of two machines that take over at each start neither would ever lead for long.
+    # If two machines took over at every start, neither would ever lead for long.
     assert starts == [("--network", "x", "--take-over"), ("--network", "x"), ("--network", "x")]
 
 

@@ -1,4 +1,4 @@
-"""A bundle is for the eyes of others: it has the files of its list, without secrets."""
+"""Test a bundle, which others will read: it has only the listed files, and no secrets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPEN = "Outer Step: 7 | Inner Step: 12 | LR: 0.0004 | Loss: 2.512 | Step Time: 3
 
 
 class Home:
-    """A folder that a miner is started in, with a run folder."""
+    """Creates a folder in which a miner is started, with its run folder."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path, self.log = folder / "help.tar.gz", folder / "pm2.log"

@@ -1,4 +1,4 @@
-"""A wrong clock is named: by how much, against whose, in the doctor and where rounds fail."""
+"""Test that the doctor and failing rounds say by how much a clock is wrong."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_doctor_names_a_wrong_clocks_offset_and_its_reference(
     now = 1_790_000_000.0
 
     def head(client: httpx.Client, url: str) -> SimpleNamespace:
-        """Answer, in the middle of ``slow`` seconds, by a clock that ours is ahead of."""
+        """Answer in the middle of ``slow`` seconds, with a clock that is behind ours."""
         nonlocal now
         date = formatdate(int(now + slow / 2 - ahead), usegmt=True)
         now += slow
@@ -51,7 +51,7 @@ def test_the_doctor_names_a_wrong_clocks_offset_and_its_reference(
         clock = SimpleNamespace(**{**vars(time), "time": lambda: now})
         monkeypatch.setattr(outside, "time", clock)
         check = check_clock()
-    # A store's clock is read to half a second, and to half the way there and back.
+    # The error of a store's time is half a second, plus half of the request's time.
     sure = abs(ahead) - slow / 2
     if sure >= LIMIT + 0.5:
         assert check.status == "fail" and "no DHT peer can meet it" in check.finding

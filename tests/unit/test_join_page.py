@@ -1,4 +1,4 @@
-"""Scripts of others that join a network: few lines of ours, as the page shows them."""
+"""Test that the scripts of the page join a network with few additional lines."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "join-a-script.md"
 LOOP = ROOT / "examples" / "join.py"
 SCRIPTS = sorted((ROOT / "examples").glob("join*"))
-MOST = 10  # lines of ours in a script of somebody else
-LONGEST = 80  # lines of an example
+MOST = 10  # our lines in a script of somebody else
+LONGEST = 80  # lines in an example
 SHAPE = {"hidden": 16, "layers": 1, "heads": 2, "kv_heads": 2, "intermediate": 32, "vocab": 264}
 MODEL = {k: v for k, v in llama_config(**SHAPE, max_positions=256).items() if v is not None}
 RULES = {
@@ -39,7 +39,7 @@ RULES = {
 
 
 def source(script: Path) -> str:
-    """Return a script's text, or that of a notebook's cells of code."""
+    """Return the text of a script, or of the code cells of a notebook."""
     text = script.read_text()
     if script.suffix == ".ipynb":
         cells = json.loads(text)["cells"]
@@ -83,7 +83,7 @@ def _in_order(lines: list[str], source: list[str]) -> bool:
 
 @pytest.fixture
 def network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
-    """The paths of a network's file and of a text, in the working folder."""
+    """Return the paths of a network's file and of a text in the working folder."""
     monkeypatch.chdir(tmp_path)
     network_file(tmp_path, RULES)
     Path("text.txt").write_text("one two three four " * 800)
@@ -91,7 +91,7 @@ def network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
 
 
 def load(script: Path, *without: str) -> dict[str, Any]:
-    """Run a script's definitions; ``without``: beginnings of marked lines that are left out."""
+    """Run a script's definitions, leaving out marked lines that begin with ``without``."""
     text = script.read_text()
     for line in ours(text):
         if line.strip().startswith(without):
@@ -114,7 +114,7 @@ def test_the_loop_without_the_lines_is_a_plain_one(
 
 
 class Recorded:
-    """A membership that records its calls and sets the first trained weight at each step."""
+    """Records the calls of a membership, and sets the first trained weight at each step."""
 
     def __init__(self, network: str, model: Any, optimizer: Any) -> None:
         trained = (each for each in model.parameters() if each.requires_grad)
@@ -134,7 +134,7 @@ class Recorded:
 
 @pytest.fixture
 def adapted(network: tuple[str, str]) -> tuple[str, str, list[str]]:
-    """The arguments of a script that adapts a base."""
+    """Return the arguments of a script that adapts a base."""
     path, text = network
     settings = {"r": 2, "alpha": 4, "targets": ["q_proj"]}
     more = {"model.kind": "lora", "model.settings": settings, "model.trainable_parameters": 64}
@@ -182,11 +182,11 @@ def test_a_trainer_steps_once_an_optimizer_step_and_saves_the_network_step(
     assert reported is not None and 4 < reported < 6, "of a micro-batch, or as it was logged"
     assert first.closed
     assert saved(10) == 60.0, "of this boundary, with what the network's step left"
-    script["main"](*adapted, 20)  # continues from the Trainer's checkpoint
+    script["main"](*adapted, 20)  # the script continues from the Trainer's checkpoint
     again = joined[-1]
     assert again.found == 60.0 and len(again.calls) == 10 and saved(20) == 60.0
     if host == "huggingface":
-        Path("trainer/checkpoint-20/trainer_state.json").unlink()  # a kill has cut it off
+        Path("trainer/checkpoint-20/trainer_state.json").unlink()  # a kill has truncated it
         script["main"](*adapted, 20)
         assert joined[-1].found == 60.0 and len(joined[-1].calls) == 10
 
@@ -202,7 +202,7 @@ def test_a_trainer_that_ends_with_earlier_weights_is_refused() -> None:
 def test_a_script_gets_the_networks_model_from_wherever_it_is_named(
     network: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file, and what ``dt-join`` wrote."""
+    """A file may name it, or the settings that ``dt-join`` wrote."""
     assert distributed_training.model_config("network.toml") == MODEL
     assert distributed_training.model_config(Path("network.toml")) == MODEL
     assert distributed_training.tokenizer("network.toml").encode("abc").ids

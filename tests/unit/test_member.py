@@ -1,4 +1,4 @@
-"""A script that joins a store network: its uploads, updates, restarts and refusals."""
+"""Test a script that joins a store network: its uploads, updates, restarts and refusals."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Script:
-    """A training script; ``kill`` leaves only its disk, as a SIGKILL would."""
+    """Run a training script. Like a SIGKILL, ``kill`` leaves only its files."""
 
     def __init__(self, world: MemberWorld, *, seed: int = 3, **settings: Any) -> None:
         self.world, self.number = world, 1000 * seed
@@ -71,7 +71,7 @@ class Script:
         wait_for(trained, what, seconds)
 
     def upload(self) -> Path:
-        """Train until the upload for a close of now is in the store."""
+        """Open a close, and train until the upload for it is in the store."""
         leader = self.world.leader
         leader.open_close()
         path = self.world.bucket / f"uploads/{UID}/{leader.outer_step}.{leader.serial}.safetensors"
@@ -96,7 +96,7 @@ class Script:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
     def kill(self) -> None:
-        self.net._checkpointer.wait()  # a thread of this very process
+        self.net._checkpointer.wait()  # it runs in a thread of this process
         self.net._leave()
 
     def events(self, kind: str) -> list[dict[str, Any]]:
@@ -104,7 +104,7 @@ class Script:
 
 
 def refusal_elsewhere(world: MemberWorld) -> str:
-    """Return the refusal that another process gets which uses the run folder."""
+    """Return the refusal that another process gets when it wants to use the run folder."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         try:
@@ -153,7 +153,7 @@ def test_a_script_takes_outer_steps_and_logs_the_same_lines_as_a_miner(script: S
     assert header.inner_steps >= 4 and header.tokens == 64 * header.inner_steps
     world.leader.take_outer_step(UID)
     script.follow()
-    # The upload's share belongs to the outer step before.
+    # The inner steps in the upload belong to the previous outer step.
     assert net.inner_step == script.number - 3000 - header.inner_steps
     script.take_outer_step()
     net.close()
@@ -168,7 +168,7 @@ def test_a_script_takes_outer_steps_and_logs_the_same_lines_as_a_miner(script: S
 
 
 def test_a_step_prints_nothing_of_ours(script: Script, caplog: pytest.LogCaptureFixture) -> None:
-    """The lines of a step are for DEBUG; events.jsonl has each step."""
+    """A step is logged only at DEBUG, but events.jsonl has every step."""
     for level, shown in ((logging.INFO, False), (logging.DEBUG, True)):
         caplog.clear()
         with caplog.at_level(level, "distributed_training"):
@@ -198,7 +198,7 @@ def test_a_script_killed_at_any_moment_sends_one_file_and_applies_all(
     dead, files = threading.Event(), dict[str, str]()
 
     class Killed(BaseException):
-        """No code of the product runs after it."""
+        """Stands for a kill: after it, no code of the product runs."""
 
     def kill(event: ev.Event, state: object) -> None:
         if KILLS[moment](event):
@@ -228,7 +228,7 @@ def test_a_script_killed_at_any_moment_sends_one_file_and_applies_all(
 
 
 class Stuck(FolderStore):
-    """A store that answers nothing while ``away`` is set, and notes who asks."""
+    """A store that does not answer while ``away`` is set, and records which threads ask."""
 
     away = threading.Event()
     asked_by: set[int] = set()
@@ -294,7 +294,7 @@ def test_an_error_of_our_own_is_a_warning_and_tried_again(
         mock.patch.object(rounds, "_AGAIN", rounds._AGAIN / 600),
         caplog.at_level(logging.WARNING),
     ):
-        if place == "upload":  # of this close there is none, and of the next
+        if place == "upload":  # there is no upload for this close, but there is one for the next
             script.world.leader.open_close()
             script.train_until(failed.is_set, "the defect")
         script.take_outer_step()
@@ -303,7 +303,7 @@ def test_an_error_of_our_own_is_a_warning_and_tried_again(
 
 
 def wrong(model: nn.Module, what: str) -> tuple[nn.Module, Any]:
-    """Return a model that is wrong in one way, and an optimizer."""
+    """Return a model with one fault, and an optimizer for it."""
     first = next(iter(model.parameters()))
     parameters: Any = model.parameters()
     match what:
@@ -348,7 +348,7 @@ def test_a_model_that_is_not_the_networks_is_refused_in_one_line(world: MemberWo
         assert "\n" not in str(refused.value) and "nothing was joined" in str(refused.value)
         assert same(before, [parameter.detach() for parameter in made.parameters()]), what
         assert logging.getLogger("distributed_training").handlers == []
-    Script(world).net.close()  # the run folder is free
+    Script(world).net.close()  # the refusals have left the run folder free
 
 
 @pytest.mark.long
@@ -395,7 +395,9 @@ def test_a_step_that_calls_that_of_its_base_counts_once() -> None:
             return super().step(closure)
 
     parameters = [nn.Parameter(torch.ones(2))]
-    torch.optim.SGD(parameters)  # at a class's first instance torch makes its step() call hooks
+    torch.optim.SGD(
+        parameters
+    )  # torch adds the hooks to step() when a class gets its first instance
     optimizer = Derived(parameters)
     steps = Steps([optimizer])
     optimizer.step()
@@ -447,7 +449,7 @@ def test_what_a_script_does_wrong_or_the_end_raises_is_a_line(
 def test_a_script_continues_by_another_version_of_the_file(
     script: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It uploads by the new codec, and one line says what takes a restart of it."""
+    """It uploads with the new codec, and one log line names the rules that need a restart."""
     network = member._config_of(script.world.network, {}).network
     text = Path(script.world.network).read_text()
     for table, more in (("round", 'codec = "2-bit"'), ("stop", "outer_steps = 90")):
@@ -477,7 +479,7 @@ def test_a_fork_of_a_script_leaves_its_membership(script: Script) -> None:
     before = sorted(checkpoints.glob("*"))
     if (child := os.fork()) == 0:
         try:
-            script.optimizer.step()  # without gradients
+            script.optimizer.step()  # changes nothing, since there are no gradients
             script.net.step()
             script.net.close()
         finally:
@@ -531,7 +533,7 @@ def test_an_interrupt_is_saved_and_an_error_is_not(world: MemberWorld) -> None:
 def test_join_in_one_process_a_second_time_continues(
     script: Script, end: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A cell is run again, also after an interrupt or an error, with the same optimizer."""
+    """A notebook cell runs again with the same optimizer, after an interrupt or an error too."""
     caplog.set_level(logging.INFO)
     world, first = script.world, script.net
     script.train(7)
@@ -541,7 +543,7 @@ def test_join_in_one_process_a_second_time_continues(
             pytest.raises(KeyboardInterrupt),
             mock.patch.object(first, "step", side_effect=KeyboardInterrupt),
         ):
-            script.train()  # the optimizer has stepped, and nobody counted it
+            script.train()  # the optimizer has stepped, but the step was not counted
     elif end == "error":
         with pytest.raises(ZeroDivisionError):
             script.train(1 // 0)
@@ -561,7 +563,7 @@ def test_join_in_one_process_a_second_time_continues(
     ended = "no checkpoint is written" if "close" in end else "join() was called again: the prev"
     assert ended in caplog.text
     assert script.net is not first and first._closed
-    # Half changed weights are not saved: it continues at the checkpoint of step 5.
+    # Half-changed weights are not saved, so it continues from the checkpoint of step 5.
     assert script.net.inner_step == (5 if "half" in end else 7)
     script.take_outer_step()
     assert script.net.outer_step == 1
@@ -581,7 +583,7 @@ def test_a_join_that_fails_or_is_interrupted_leaves_nothing_behind(world: Member
 
 
 class Lookahead(torch.optim.Optimizer):
-    """k steps forward, one back: slow weights are a copy (arXiv 1907.08610)."""
+    """Take k steps forward and one back, with slow weights in a copy (arXiv 1907.08610)."""
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
         self.inner = torch.optim.AdamW(params, lr=lr)
@@ -601,7 +603,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 class Master(Lookahead):
-    """Steps of a copy, as mixed precision has."""
+    """Take the steps on a copy of the weights, as mixed precision does."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for slow, p in zip(self.slow, self.parameters(), strict=True):
@@ -665,11 +667,11 @@ def test_the_text_that_a_network_assigns_is_given_out_and_listed(
                 given += 1
                 model(input_ids=ids, labels=ids).loss.backward()
                 if given % 2:
-                    continue  # the gradients of two micro-batches are a step
+                    continue  # a step uses the gradients of two micro-batches
                 optimizer.step()
                 optimizer.zero_grad()
                 net.step(loss=1.0)
-                if leader is not None and given == 40:  # of several pages
+                if leader is not None and given == 40:  # by then it has text of several pages
                     leader.open_close()
                 if given >= 2 * steps and (leader is None or any(world.bucket.glob("uploads/*/*"))):
                     break
@@ -678,7 +680,7 @@ def test_the_text_that_a_network_assigns_is_given_out_and_listed(
     assert train(3, world.leader).inner_step >= 3
     (upload,) = world.bucket.glob("uploads/*/*.safetensors")
     header = UpdateFile.reopen(upload, world.leader.schema).header
-    first, last = header.pages  # a page has more sequences than an inner step takes
+    first, last = header.pages  # a page has more sequences than an inner step uses
     assert first == 0 <= last < header.inner_steps and header.tokens == header.inner_steps * 4 * 32
     before = caplog.text
     net = train(2)

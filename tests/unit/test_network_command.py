@@ -1,4 +1,4 @@
-"""Create a network: its file, its keys, and the mistakes of an operator."""
+"""Test the creation of a network: its file, its keys, and the mistakes of a founder."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_miner_joins_a_network_that_the_command_created(tmp_path: Path, capsys
     assert values["round.period"] == 60
     assert (config.store.global_model_name, config.data.source) == ("lab", "stdlib")
     assert config.averages and config.has_bucket
-    # Next to the two halves of an upload's grace there are 3 s to meet, and the transfer.
+    # Besides twice the time for uploads, the grace has 3 s for meeting, and the transfer.
     assert (config.rounds.grace - 2 * config.rounds.average_after).total_seconds() >= 4
     assert config.network.model["num_hidden_layers"] == 4
     assert (folder / "wallets/master/hotkeys/default").stat().st_mode & 0o077 == 0
@@ -88,7 +88,10 @@ def test_the_data_are_pinned_as_their_source_serves_them(
     assert found(tmp_path / "lab", "--data-source", f"parquet:{data}") == 0
     values = read(tmp_path / "lab").network.values
     assert (values["data.rows"], values["data.revision"]) == (300, commit)
-    assert (values["data.selection"], values["data.held_out_pages"]) == (2, 1)  # of three
+    assert (values["data.selection"], values["data.held_out_pages"]) == (
+        2,
+        1,
+    )  # there are three pages
     same = ("--data-source", f"parquet:{data}", "--set", "data.selection=1")
     assert found(tmp_path / "shared", *same) == 0
     assert read(tmp_path / "shared").data.selection == 1
@@ -135,7 +138,7 @@ def test_a_file_of_held_out_text_is_pinned_and_read_before_anything_is_signed(
     assert "give UTF-8 text" in capsys.readouterr().err
     assert found(tmp_path / "other", "--set", f"data.held_out={tmp_path / 'away.txt'}") == 2
     assert "cannot be read" in capsys.readouterr().err
-    os.mkfifo(tmp_path / "pipe.txt")  # whose writer would be waited for
+    os.mkfifo(tmp_path / "pipe.txt")  # opening it must not wait for a writer
     assert found(tmp_path / "other", "--set", f"data.held_out={tmp_path / 'pipe.txt'}") == 2
     assert "is empty" in capsys.readouterr().err
     away = ("--set", "data.held_out=https://127.0.0.1:1/held.txt")
@@ -145,7 +148,7 @@ def test_a_file_of_held_out_text_is_pinned_and_read_before_anything_is_signed(
 def test_held_out_text_goes_where_the_founders_folder_goes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenizer: tuple[Path, int]
 ) -> None:
-    """Moved, restored, succeeded, and of a file of before, which names a path."""
+    """The text is found after a move of the folder, and in the run folder's copy."""
     text = tmp_path / "held.txt"
     text.write_text("ACGT" * 999)
     assert found(tmp_path / "lab", "--set", f"data.held_out={text}") == 0
@@ -160,7 +163,7 @@ def test_held_out_text_goes_where_the_founders_folder_goes(
         return len(batches)
 
     assert judged(tmp_path / "moved", "--neuron.run_folder", str(run)) == 2
-    (copy,) = (run / "held-out").iterdir()  # the run folder has it too
+    (copy,) = (run / "held-out").iterdir()  # the run folder has a copy
     (tmp_path / "moved" / "held-out" / "held.txt").unlink()
     assert judged(tmp_path / "moved", "--neuron.run_folder", str(run)) == 2
     copy.unlink()
@@ -179,7 +182,7 @@ def test_git_never_picks_up_what_only_the_founder_may_have(tmp_path: Path) -> No
     assert "lab/network.toml" in listed and "lab/versions/1.toml" in listed
     hidden = ("wallets", "invitation", "validator", "registry", "store")
     assert not [name for name in listed if name.split("/")[1].startswith(hidden)]
-    (tmp_path / "lab" / "wallets").rename(tmp_path / "elsewhere")  # as a backup in a repository
+    (tmp_path / "lab" / "wallets").rename(tmp_path / "elsewhere")  # like a backup in a repository
     subprocess.run(["git", "add", "."], cwd=tmp_path, check=True, timeout=20)
     status = subprocess.run(
         ["git", "ls-files"], cwd=tmp_path, check=True, timeout=20, capture_output=True, text=True
@@ -219,7 +222,7 @@ def test_the_table_of_the_guide_is_what_init_writes_and_dt_plan_prints(
 def test_the_example_of_three_sites_has_the_values_that_init_and_dt_plan_print(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model of the same size stands in for weights, so the learning rate is not a tenth."""
+    """A new model of the same size replaces given weights, so its rate is not divided by 10."""
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs" / "own-text.md").read_text()
     blocks = re.findall(r"^```bash\n(.*?)^```", page.replace("\\\n", " "), re.M | re.S)
@@ -316,9 +319,9 @@ def test_no_network_is_founded_on_text_that_no_miner_can_read(
     [
         ({"rope_scaling": {"rope_type": "linear", "factor": 4.0, "mscale": None}}, ""),
         ({"layer_types": [None, None]}, "a list that contains a null"),
-        # Absent it would be a window of 4096.
+        # Without the null, the window would be 4096.
         ({"model_type": "mistral", "sliding_window": None}, ""),
-        ({"model_type": "mistral", "rms_norm_eps": None}, ""),  # transformers takes no null there
+        ({"model_type": "mistral", "rms_norm_eps": None}, ""),  # transformers refuses a null there
         ({"rms_norm_eps": "small"}, "no model can be built from config.json"),
         ({"initializer_range": 0.5, "attention_bias": None}, ""),
         ({"model_type": "no-such-model"}, "does not know model_type"),
@@ -327,7 +330,7 @@ def test_no_network_is_founded_on_text_that_no_miner_can_read(
 def test_a_network_is_founded_on_the_model_that_peers_build(
     tmp_path: Path, capsys, change: dict[str, object], words: str
 ) -> None:
-    """Its count is the real one, nulls are left out, and another attention is refused at once."""
+    """The number of parameters is exact, nulls are left out, and unfit models are refused."""
     model = tmp_path / "config.json"
     small = local_llama_config(sequence_length=64)
     del small["tie_word_embeddings"]
@@ -386,7 +389,7 @@ def test_a_network_that_trains_a_part_publishes_the_rest(tmp_path: Path, capsys)
         assert name == "model.embed_tokens.weight"
         count = math.prod(frozen.get_slice(name).get_shape())
     assert head.exchanged + count == head.parameters
-    # Signed again it is the same network.
+    # After it is signed again, it is still the same network.
     assert main(["sign", file]) == 0
     assert read(tmp_path / "lab").network.head.frozen == head.frozen
 
@@ -565,7 +568,7 @@ def test_a_file_of_before_is_signed_as_the_next_version_in_words_of_today(
     assert second.head.previous == f"sha256:{first.digest}"
     assert second.values["run_id"] == first.values["run_id"], "the same network"
     assert second.values == first.values, "no rule has changed"
-    # Over hivemind format 2 was subnet 38's protocol, so nothing is written.
+    # With hivemind, format 2 is for subnet 38's protocol, so nothing is written.
     text = file.read_text()
     over = text.replace('exchange = "store"', 'exchange = "hivemind"')
     over = over.replace("format = 3", "format = 2")
@@ -576,7 +579,7 @@ def test_a_file_of_before_is_signed_as_the_next_version_in_words_of_today(
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A network whose file is as before after each test."""
+    """Return the folder of a network whose file each test leaves unchanged."""
     folder = tmp_path_factory.mktemp("founder") / "lab"
     assert found(folder, "--set", "round.grace=30s", "--set", "round.average_after=5s") == 0
     return folder
@@ -700,7 +703,7 @@ def test_a_wrong_option_leaves_nothing(tmp_path: Path, capsys, more, words: str)
 
 
 def test_a_decay_begins_where_the_network_is(tmp_path: Path, capsys) -> None:
-    """It begins there by a new signed version of the same run."""
+    """The decay is part of a new signed version of the same run."""
     folder = tmp_path / "lab"
     assert found(folder, "--set", "training.schedule=constant") == 0
     file, before = folder / "network.toml", read(folder).network
@@ -718,7 +721,7 @@ def test_a_decay_begins_where_the_network_is(tmp_path: Path, capsys) -> None:
         assert main(["decay", str(file), "--steps", str(steps), *more]) == 0
         after = read(folder)
         training = after.training
-        begins = int(more[1]) if more else 5280  # at outer step 12, at the pace until now
+        begins = int(more[1]) if more else 5280  # estimated for outer step 12 from the pace so far
         assert (training.decay_from, training.decay_steps) == (begins, steps)
         assert (after.network.head.version, after.network.head.from_outer_step) == (1 + again, 12)
         rest = {"training.decay_from", "training.decay_steps"}
@@ -729,7 +732,7 @@ def test_a_decay_begins_where_the_network_is(tmp_path: Path, capsys) -> None:
 
 
 def dotted(text: str) -> str:
-    """The same rules, laid out otherwise."""
+    """Return the same rules in another layout."""
     return text.replace("[training]\n", "[ training ]\n")
 
 
@@ -766,7 +769,7 @@ AWS = {
 
 
 def test_keys_of_any_store_are_right_where_the_file_names_it(tmp_path: Path, capsys) -> None:
-    """The file then needs no account, but the store's region; a public chain has R2's lengths."""
+    """With another store than R2, no account is needed. A public chain requires R2's lengths."""
     store = ("--store", "https://s3.example.org", "--set", "store.region=eu-central-1")
     assert found(tmp_path / "lab", *store, "--set", "store.addressing=virtual") == 0
     assert "Keys of https://s3.example.org: of up to 512 characters" in capsys.readouterr().out

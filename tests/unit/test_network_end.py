@@ -1,4 +1,4 @@
-"""A network that has reached the [stop] of its file: nobody calls, trains or restarts."""
+"""Test a network that has reached the [stop] of its file: no program trains or restarts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STOPS = [
 
 
 def founded(folder: Path, stop: dict[str, Any]) -> StoreWorld:
-    """A network whose file has this ``[stop]``."""
+    """Return a network whose file has this ``[stop]``."""
     file = network_file(folder / "file", {"exchange": "store", **stop})
     loaded = rules_at(file, "validator").rounds
     names = ("stop_outer_steps", "stop_tokens", "stop_loss")
@@ -94,7 +94,7 @@ def test_the_bucket_names_a_new_version_as_soon_as_it_answers(
 
 
 def test_a_version_from_the_last_outer_step_on_delays_the_end(tmp_path: Path) -> None:
-    """The validator starts again with it, and has told nobody of an end."""
+    """The validator restarts with that version, and has not announced an end."""
     world = founded(tmp_path, {"stop.outer_steps": 1})
 
     def follow(step: int) -> None:

@@ -1,4 +1,4 @@
-"""The two kinds of network: the keys that a file of each has, and refused keys."""
+"""Test the keys in the files of networks of each exchange, and keys that are refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ALICE = Keypair.create_from_uri("//Alice")
 
 
 def store_rules(**keys: Any) -> dict[str, Any]:
-    """The documents' example as a store network, with ``keys`` (``round__grace``) changed."""
+    """Return the example as a store network, with ``keys`` such as ``round__grace`` changed."""
     rules = of_exchange(EXAMPLE, "store")
     rules["round"]["grace"] = "300s"
     rules["store"]["endpoint"] = "https://s3.example.org"
@@ -73,7 +73,7 @@ def test_a_store_network_has_no_key_of_a_swarm(tmp_path: Path, kind: Kind) -> No
 def test_buckets_of_their_own_need_no_registry_and_a_key_each(
     tmp_path: Path, kind: Kind, exchange: str
 ) -> None:
-    """A public chain has the members' buckets, and where their DHT peers are."""
+    """A public chain holds the members' buckets and the addresses of their DHT peers."""
     chain = {"kind": "bittensor", "endpoint": "finney", "netuid": 5}
     chain["master_hotkey"] = EXAMPLE["chain"]["master_hotkey"]
     rules = store_rules(store__access="own", store__endpoint=None, chain=chain, exchange=exchange)
@@ -115,7 +115,7 @@ def test_a_store_network_that_is_refused(
         assert any(words in line for line in loader.problems(config))
 
 
-# --- founding one ---------------------------------------------------------------------------------
+# --- creating one ---------------------------------------------------------------------------------
 
 
 def found(folder: Path, *more: str) -> int:
@@ -168,7 +168,7 @@ def test_the_formula_gives_the_bytes_of_a_real_file(codec: str) -> None:
 
 
 def test_the_table_of_scaling_is_the_formula_s() -> None:
-    """For 4 billion parameters, 1,000 Mbit/s."""
+    """The table is for 4 billion parameters and links of 1,000 Mbit/s."""
     figure = json.loads((ROOT / "docs" / "figures" / "growth.json").read_text())
     units = {"MB": 1e6, "GB": 1e9, "s": 1.0, "min": 60.0, "$": 1.0}
     rows: dict[str, Callable[[Growth], float]] = {

@@ -1,4 +1,4 @@
-"""A network's file: read strictly, signed, and another one for other rules."""
+"""Test a network's file: it is read strictly, and other rules need another signature."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ pytestmark = pytest.mark.timeout(60)
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = (ROOT / "docs" / "network.toml").read_text(encoding="utf-8")
-#: In place of "version = 1".
+#: Replaces "version = 1".
 SECOND = f'previous = "sha256:{"0" * 64}"\nfrom_outer_step = 7\nversion = 2 '
 ALICE, BOB = (Keypair.create_from_uri(f"//{name}") for name in ("Alice", "Bob"))
 
 
 def changed(old: str, new: str, *, signer: Keypair | None = ALICE) -> str:
-    """The example with one change; signed again unless ``signer`` is None."""
+    """Return the example with one change, signed again unless ``signer`` is None."""
     assert old in EXAMPLE
     text = EXAMPLE.replace(old, new)
     return signed(text, signer) if signer else text
@@ -146,7 +146,7 @@ def test_private_addresses_are_right_only_in_a_private_network(tmp_path: Path) -
 
 
 def test_pages_are_drawn_by_the_rule_that_the_file_names(tmp_path: Path) -> None:
-    """Held-out pages stay so through versions of the file: the draw does not change with them."""
+    """A page that is held out stays so in all versions, since they do not change the draw."""
     assert load(EXAMPLE, tmp_path).draw_pages.held_out_pages == 0
     second = EXAMPLE.replace("\nrevision = ", "\nselection = 2\nheld_out_pages = 8\nrevision = ")
     draws = [
@@ -230,14 +230,14 @@ def test_the_canonical_form_is_the_documents() -> None:
         ("version = 1 ", 'run_id = "v1_2_7_r5"\nversion = 1 ', "it names a run_id"),
         ("[limits]", "[limits", "it is not TOML"),
         ("version = 1 ", f"version = {'5' * 5000} ", "it is not TOML"),
-        # tomllib would take 1 GB for it.
+        # tomllib would need 1 GB for this.
         ("[limits]", f"[limits]\n{'.'.join('a' * 16000)} = 1", "nested too deeply"),
     ],
 )
 def test_a_file_that_is_refused(tmp_path: Path, old: str, new: str, text: str) -> None:
     try:
         bad = changed(old, new)
-    except ValueError:  # cannot be signed
+    except ValueError:  # such a file cannot be signed
         bad = changed(old, new, signer=None)
     assert text in refused(bad, tmp_path)
 
@@ -394,14 +394,18 @@ PUBLIC, OWN = "https://founder.example/a/network.toml", "https://own.lan/network
         (PUBLIC, ["file:///etc/passwd"], "anybody on the way"),
         (PUBLIC, ["https://[x/"], "'https://[x/', which is no URL"),
         (PUBLIC, ["https://founder.example:x/"] * 3, "does not answer (Invalid URL"),
-        (OWN, ["https://inside.example/network.toml"], ""),  # an operator's own network
+        (
+            OWN,
+            ["https://inside.example/network.toml"],
+            "",
+        ),  # redirects inside an operator's own network are allowed
         (OWN, ["http://inside.example/network.toml"], "leads to http://inside"),
     ],
 )
 def test_redirects_lead_over_https_and_not_inside(
     url: str, steps: list[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is asked of a place that it may not lead to."""
+    """No request is sent to a place to which a redirect must not lead."""
     real = socket.getaddrinfo
 
     def resolve(host: str, port: object, **how: int) -> object:

@@ -1,4 +1,4 @@
-"""Versions of a network's file: a chain, by which all peers hold the same rules at a step."""
+"""Test versions of a network's file, by which all peers have the same rules at each step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def config_of(path: str | Path, folder: Path, *flags: str) -> Config:
 def next_version(
     config: Config, text: str, at: int, *changes: tuple[str, str], signer: Keypair = ALICE
 ) -> str:
-    """Return the signed version after the one of ``config``, whose file is ``text``."""
+    """Return the signed version that follows ``text``, the file of ``config``."""
     for old, new in changes:
         assert old in text
         text = text.replace(old, new)
@@ -53,7 +53,7 @@ def rate(value: float) -> tuple[str, str]:
 
 
 class Chain:
-    """A founder's versions: each holds from an outer step, and has a learning rate of its own."""
+    """A founder's versions, each with its first outer step and its own learning rate."""
 
     def __init__(self, folder: Path, steps: list[int]) -> None:
         rules = {"training.learning_rate": 1.0, "name": "lab"}
@@ -70,7 +70,7 @@ class Chain:
         self.steps = [0, *steps]
 
     def at(self, outer_step: int) -> float:
-        """The learning rate at ``outer_step``, by the rule in words: the newest that holds."""
+        """Return the learning rate at ``outer_step``, that of the newest version in force."""
         return max(n for n, step in enumerate(self.steps, 1) if step <= outer_step)
 
 
@@ -78,12 +78,12 @@ class Chain:
 def test_members_of_the_newest_version_hold_the_same_rules_and_others_are_named(
     tmp_path: Path, seed: int
 ) -> None:
-    """Drawn versions, restarts and outer steps; some peers are cut off for a while."""
+    """Versions, restarts and outer steps are random, and some peers are cut off for a while."""
     draw = random.Random(seed)
     chain = Chain(tmp_path, [draw.randrange(12) for _ in range(draw.randrange(1, 5))])
-    published = 1  # versions in the bucket
+    published = 1  # number of versions in the bucket
     files = [tmp_path / f"peer-{n}" for n in range(3)]
-    begun = [0] * 3  # the version that each was started with
+    begun = [0] * 3  # the version with which each peer was started
     peers: list[Versions | None] = [None] * 3
     for outer_step in range(14):
         if published < len(chain.texts) and draw.random() < 0.4:
@@ -107,7 +107,7 @@ def test_members_of_the_newest_version_hold_the_same_rules_and_others_are_named(
             if published == len(chain.texts):
                 assert ours.values["training.learning_rate"] == chain.at(outer_step)
             if not cut_off:
-                # A restart with the bucket away finds what was learned.
+                # After a restart without the bucket, a peer still has what it has learned.
                 again = Versions(chain.configs[begun[n]].network or ours, folder)
                 assert again.at(outer_step).digest == theirs.digest
 
@@ -218,7 +218,7 @@ def test_a_damaged_newer_version_hides_none_that_holds(tmp_path: Path) -> None:
 
 def test_a_start_continues_from_the_step_of_its_complete_checkpoint(tmp_path: Path) -> None:
     assert first_outer_step(tmp_path, 4) == 4
-    # The last was killed before rank 1 had written.
+    # At the last checkpoint, a kill came before rank 1 had written its part.
     for name, outer_step, ranks in (("1", 5, 2), ("2", 6, 2), ("3", 7, 1)):
         (folder := tmp_path / f"checkpoint-{name}").mkdir()
         progress = {"outer_step": outer_step}

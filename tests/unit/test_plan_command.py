@@ -69,10 +69,12 @@ def test_a_plan_goes_by_the_networks_file(
     file = network_file(tmp_path, rules)
     found = plan(capsys, "--network", file, "--gpu", "4090", "--link", "100/20")
     assert (found["period"], found["grace"], found["in_time"]) == (1200, 300, True)
-    assert found["sent"] < 0.6 * found["received"]  # 2 bits per value in place of 4
+    assert found["sent"] < 0.6 * found["received"]  # 2 bits per value instead of 4
     main(["--network", file, "--gpu", "4090", "--link", "100/20"])
     said = capsys.readouterr().out
-    assert f"{found['upload_seconds']:.0f} s of 300 s grace\n" in said  # as init says it
+    assert (
+        f"{found['upload_seconds']:.0f} s of 300 s grace\n" in said
+    )  # in the words of dt-network init
     assert f"{found['disk_bytes'] / 1e9:.0f} GB and up to 10 of data on each machine\n" in said
     slow = plan(capsys, "--network", file, "--gpu", "4090", "--link", "0.5")
     assert not slow["in_time"]
@@ -90,7 +92,7 @@ def test_a_plan_with_a_codec_from_a_plug_in(
         imported.setattr(CODECS, "_made", dict(CODECS._made))
         sparse = plan(capsys, *GIVEN, "--codec", "sparse", "--plugins", "sparse_codec")
     assert sparse["sent"] < 0.06 * usual["sent"]
-    assert sparse["received"] == usual["received"]  # the update has the codec of the network
+    assert sparse["received"] == usual["received"]  # updates have a codec of their own
     for words in (["--codec", "sparse"], ["--plugins", "nothing_there"]):
         assert main([*GIVEN, *words]) == 2
         assert words[-1] in capsys.readouterr().err
@@ -115,7 +117,7 @@ def test_a_plan_holds_a_base_in_the_dtype_that_init_writes(
 def test_host_memory_holds_each_process_its_workers_and_a_frozen_base(
     gpus: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only what is kept of a trained parameter shrinks with the part that is trained."""
+    """Only the memory per trained parameter depends on how many parameters are trained."""
     words = ["--model", "125m", "--gpu", f"h100x{gpus}", "--link", "100"]
     fixed = gpus * (1e9 + 4 * WORKER_BYTES)
     for lora, frozen in (("", 0), ("r=16,dtype=bfloat16", 2), ("r=16,dtype=float32", 4)):

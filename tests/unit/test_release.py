@@ -1,4 +1,4 @@
-"""The notes that `make release` takes from the changelog. The wheel: test_wheel.py."""
+"""Test the notes that `make release` takes from the changelog. test_wheel.py has the wheel."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_changelog_knows_this_version() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_founder_builds_the_wheel_between_two_releases(tmp_path: Path) -> None:
-    """At any commit; its version names the commit, and the constraints lie next to it."""
+    """This works at any commit. The version names the commit, and the constraints are included."""
     words = [sys.executable, "scripts/release.py", "--wheel", "--folder", str(tmp_path)]
     done = subprocess.run(
         words, cwd=ROOT, env={"PYTHONPATH": ".", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},

@@ -32,7 +32,7 @@ def test_each_state_has_its_verdict_and_exit_status(
     code = status.main([folder, "--json"])
     row = json.loads(capsys.readouterr().out)
     assert row["verdict"] == verdict
-    # A start that was refused is for somebody to act on, though nothing runs.
+    # If a start was refused, an operator must act, although no process runs.
     away = not alive and verdict != "cannot start"
     assert code == row["status"] == (3 if away else 1 if level == "bad" else 0)
     page = describe_page(NeuronState(Path(folder)), row["time"])["judgement"]
@@ -55,7 +55,7 @@ def test_each_state_has_its_verdict_and_exit_status(
 
 
 def test_step_and_next_times_are_those_of_page_and_log(tmp_path: Path) -> None:
-    """The step is the last event's, which is the log's line; facts are up to 15 s older."""
+    """The step is that of the last event and log line; the facts are up to 15 s older."""
     folder, now = make_miner(tmp_path, "store-silent"), time.time()
     step = step_fields(9, 44, 2.0) | {"time": now, "kind": "step"}
     with (folder / "events.jsonl").open("a") as file:

@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[2]
 GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "core.hooksPath="]
 NAME = "distributed_training_miner"
 
-#: Keeps one app in a file. If its version is a v, its miner has taken a step when `start` returns.
-#: Others end ("broken"; "refused", as after a wrong setting), stay without steps ("silent"), or are
-#: not started at all ("unknown").
+#: Keeps one app in a file. If the name of its version begins with v, its miner has taken a step
+#: when `start` returns. The miners of other versions end ("broken", or "refused" as after a wrong
+#: setting), take no steps ("silent"), or are not started at all ("unknown").
 PM2 = """#!{python} -IS
 import json, os, sys
 from pathlib import Path
@@ -55,7 +55,7 @@ elif command == "start":
 state.write_text(json.dumps(apps))
 """
 
-#: What each version has: its settings as pm2 gives them, its setup, its doctor.
+#: The files of each version: its settings for pm2, its setup and its doctor.
 FILES = {
     "app.config.js": 'module.exports = {apps: [{args: ["--neuron.run_folder", "run"]}]};\n',
     "scripts/setup.sh": f"""#!/bin/sh
@@ -76,7 +76,7 @@ sys.exit(pathlib.Path("ill").exists())
 
 
 class Machine:
-    """An operator's checkout at v1, from which the miner runs, and its remote."""
+    """Holds an operator's checkout at v1, from which the miner runs, and its remote."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.home, self.origin = folder, folder / "ho me", folder / "origin"
@@ -121,7 +121,7 @@ class Machine:
         return [str(ROOT / "scripts" / "update.sh"), "--pm2", str(self.pm2), *words]
 
     def update(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """From another shell: the miner's settings are not in its environment."""
+        """Run the update in another shell, whose environment lacks the miner's settings."""
         plain = {k: os.environ[k] for k in ("PATH", "HOME")}
         return subprocess.run(
             self.command(*words),
@@ -138,7 +138,7 @@ class Machine:
         return self.runs_from
 
     def refused(self, *words: str) -> str:
-        """Return why. The miner runs on."""
+        """Return why the update was refused. The miner must still run."""
         before = self.runs_from
         done = self.update(*words)
         assert done.returncode == 1, done.stdout + done.stderr
@@ -165,7 +165,7 @@ def test_wrong_arguments_have_status_2(machine: Machine, words: tuple[str, ...])
 
 
 def test_a_version_is_set_up_next_to_the_old_one_with_the_same_settings(machine: Machine) -> None:
-    """Environment, folder and flags are the app's, though a version lies elsewhere."""
+    """Environment, folder and flags are those of the app, although a version has its own folder."""
     done = machine.update("v2", "--no-tests")
     assert done.returncode == 0, done.stdout + done.stderr
     new = machine.home / "versions" / f"v2-{machine.commits['v2'][:12]}"
@@ -184,7 +184,7 @@ def test_a_version_is_set_up_next_to_the_old_one_with_the_same_settings(machine:
 def test_a_branch_and_a_commit_are_versions_and_a_tag_may_move(machine: Machine) -> None:
     commit = machine.commits["v3"]
     assert machine.updated("main").name == f"main-{commit[:12]}"
-    new = machine.release("v4")  # the branch moves on
+    new = machine.release("v4")  # the branch has a new commit
     assert machine.updated("main").name == f"main-{new[:12]}"
     machine.git("tag", "--force", "v2", commit, at=machine.origin)
     assert machine.updated("v2").name == f"v2-{commit[:12]}"
@@ -247,13 +247,15 @@ def test_a_setup_that_was_killed_is_begun_again(machine: Machine) -> None:
     folder = machine.home / "versions" / f"v2-{machine.commits['v2'][:12]}"
     machine.git("worktree", "add", "--detach", str(folder), "v2", at=machine.home)
     (folder / ".venv").mkdir()
-    (folder / "version").unlink()  # not reached yet, though git calls it this commit
+    (
+        folder / "version"
+    ).unlink()  # git had not written it yet, although the worktree has this commit
     assert machine.updated("v2") == folder and (folder / "version").read_text() == "v2"
 
 
 @pytest.mark.parametrize("kind", ["broken", "refused", "silent", "unknown"])
 def test_a_version_that_does_not_train_is_taken_back(machine: Machine, kind: str) -> None:
-    """One that ended, or that pm2 could not start, at once; another one after its time."""
+    """That happens at once if it ended or pm2 could not start it; otherwise after its time."""
     before = machine.updated("v2")
     machine.release(kind)
     began = time.monotonic()
@@ -264,7 +266,7 @@ def test_a_version_that_does_not_train_is_taken_back(machine: Machine, kind: str
 
 
 def test_an_update_continues_when_the_reader_of_its_output_ends(machine: Machine) -> None:
-    """`| tee` ends like this when the terminal is closed."""
+    """`| tee` ends in this way when the terminal is closed."""
     with subprocess.Popen(machine.command("v2", "--no-doctor"), stdout=subprocess.PIPE) as update:
         assert update.stdout is not None
         update.stdout.close()
