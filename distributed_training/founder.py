@@ -6,8 +6,8 @@
 The arguments of each program follow from the network's file in FOLDER. ``run.toml`` next to it adds
 flags for each program. Each line that a program prints is shown after the program's name. A program
 that ends is started again. If the registry ends with a status that a restart cannot fix (2, 3),
-everything is stopped. The end of the validator never stops the registry, because members can go on
-training without a validator; it is started again after growing pauses.
+everything is stopped. The end of the validator never stops the registry, because members can
+continue to train without it; it is started again after growing pauses.
 """
 
 from __future__ import annotations

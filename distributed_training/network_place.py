@@ -59,8 +59,8 @@ def read_network(
         kept: Run folder, which may hold the copy from an earlier start with the same URL.
         tell: Called with a line that says so if the copy is used.
 
-    A file by another founder than that of the copy counts as no answer, because somebody who can
-    write to the web site must not be able to move miners to a network of their own.
+    A file by another founder than that of the copy counts as no answer. Somebody who can write to
+    the web site must not be able to move miners to a network of their own.
 
     Raises:
         NetworkFileError: The file is refused, or cannot be read.

@@ -81,10 +81,6 @@ def visible_gpu_count() -> int:
     return _ask(START_PATIENCE, 0, lambda nvml: len(_visible_handles(nvml)))
 
 
-def driver_version() -> str | None:
-    return _ask(START_PATIENCE, None, lambda nvml: str(nvml.nvmlSystemGetDriverVersion()))
-
-
 def sample_gpu(device: int = 0, *, patience: float = START_PATIENCE) -> GpuSample | None:
     """Sample the process's ``device``-th visible GPU; None if the driver gives no answer for it.
 

@@ -33,17 +33,13 @@ from distributed_training.common.webhook import service_of
 from distributed_training.config import Config, ConfigError, problems
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.data.sources import kind_of
-from distributed_training.health.gpus import (
-    driver_version,
-    sample_gpu,
-    visible_gpu_count,
-)
+from distributed_training.health.gpus import sample_gpu, visible_gpu_count
 from distributed_training.protocol.types import Check
 
 _SHARED_MEMORY = 1 << 30  # bytes for NCCL's buffers between the GPUs of one machine
 _COMFORTABLE = 0.9  # above this share of the memory, the fit is called tight
-_MOST_SPARE = 10_000_000_000  # bytes of disk for data and logs, besides a miner's own files
-_SPARE_BYTES = 100  # bytes per parameter for a miner's own files (docs/requirements.md)
+_MOST_SPARE = 10_000_000_000  # bytes of disk for data and logs, on top of all that a miner keeps
+_SPARE_BYTES = 100  # bytes per parameter for all that a miner keeps (docs/requirements.md)
 _TOO_MUCH = 1.15  # refused above this share of the memory, because the estimate is not exact
 
 
@@ -134,7 +130,7 @@ def check_torch(examination: Examination) -> Iterator[Check]:
         finding = f"{build}, but the driver shows {seen} GPU(s), which would stay idle"
         yield Check(name, "fail", finding, "rm -rf .venv && DT_TORCH=cuda make setup")
     elif seen and not torch.cuda.is_available():
-        finding = f"{build} cannot use the {seen} GPU(s) of driver {driver_version() or '?'}"
+        finding = f"{build} cannot use the {seen} GPU(s) with this driver"
         remedy = (
             "upgrade the NVIDIA driver (nvidia-smi shows its CUDA version), or install a torch "
             "built for it"

@@ -219,14 +219,21 @@ def test_a_recovery_is_above_what_others_saw_meanwhile(tmp_path: Path) -> None:
     assert again.outer_step == manifest.outer_step + 1
 
 
-def test_nothing_to_recover_is_one_line(
+@pytest.fixture
+def emptied(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> FolderStore:
+    """Return the empty bucket of the network whose folder is ``lab``."""
     found(tmp_path / "lab")
     (tmp_path / "bucket").mkdir()
     store = FolderStore(tmp_path / "bucket", writes=True)
     monkeypatch.setattr(chain_command, "open_own", lambda settings, bucket: store)
     capsys.readouterr()
+    return store
+
+
+@pytest.mark.usefixtures("emptied")
+def test_nothing_to_recover_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert network_command.main(["recover", str(tmp_path / "lab")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "so nothing was published: restore the bucket from a backup" in line
@@ -268,19 +275,14 @@ def test_an_audit_of_a_copy_names_each_wrong_file(
 
 
 def test_a_rewind_to_an_unknown_step_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    emptied: FolderStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found(tmp_path / "lab")
     shutil.rmtree(tmp_path / "lab" / "validator", ignore_errors=True)
-    (tmp_path / "bucket").mkdir()
-    store = FolderStore(tmp_path / "bucket", writes=True)
-    monkeypatch.setattr(chain_command, "open_own", lambda settings, bucket: store)
-    capsys.readouterr()
     assert network_command.main(["rewind", str(tmp_path / "lab"), "--to", "3"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: outer step 3 is not before the network's newest, so nothing")
     assert not [path for path in (tmp_path / "bucket").rglob("*") if path.is_file()]
-    store.put(keys.STATE, b"damaged")
+    emptied.put(keys.STATE, b"damaged")
     assert network_command.main(["rewind", str(tmp_path / "lab"), "--to", "3"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("so it is unclear where training stands: restore its files")

@@ -382,7 +382,7 @@ def test_a_driver_that_never_answers_costs_one_wait_and_one_line(
     monkeypatch.setattr(gpus, "SAMPLE_PATIENCE", 0.2)
     assert gpus.gpu_utilization(0) is None and stuck.is_set()
     began = time.monotonic()
-    assert gpus.visible_gpu_count() == 0 and gpus.driver_version() is None
+    assert gpus.visible_gpu_count() == 0
     assert gpus.sample_gpu() is None and gpus.describe_gpu(0) == ""
     assert time.monotonic() - began < 1.0, "nobody else waits for it"
     (line,) = [r.getMessage() for r in caplog.records]

@@ -87,7 +87,6 @@ def rewrite(path: Path, old: str, new: str) -> None:
 
 #: What a founder may have done to the folder, and words of the error.
 MISSING = {
-    "no folder": (lambda lab: shutil.rmtree(lab), "there is no network.toml in lab"),
     "no file": (lambda lab: (lab / "network.toml").unlink(), "there is no network.toml in lab"),
     "another format": (lambda lab: rewrite(lab / "network.toml", "format = 3", "format = 9"),
                        "its format is 9"),

@@ -46,13 +46,22 @@ from tests.tools.waiting import wait_for
 pytestmark = pytest.mark.timeout(120)
 
 
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def adam_w(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=2e-3)
+
+
 class Script:
     """Run a training script. Like a SIGKILL, ``kill`` leaves only its files."""
 
-    def __init__(self, world: MemberWorld, *, seed: int = 3, **settings: Any) -> None:
+    def __init__(
+        self, world: MemberWorld, *, seed: int = 3, make: Make = adam_w, **settings: Any
+    ) -> None:
         self.world, self.number = world, 1000 * seed
         self.model = script_model(world.model, seed)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
+        self.optimizer = make(list(self.model.parameters()))
         self.net: Net = distributed_training.join(
             world.network, self.model, self.optimizer, **world.settings(**settings)
         )
@@ -509,18 +518,9 @@ def test_weights_that_are_not_finite_are_not_saved(script: Script) -> None:
 
 @pytest.mark.long
 def test_an_interrupt_is_saved_and_an_error_is_not(world: MemberWorld) -> None:
-    running = Script.__new__(Script)
-    running.world, running.number = world, 0
     for error, saved in ((KeyboardInterrupt, 2), (RuntimeError, 2), (SystemExit, 4)):
-        running.model = script_model(world.model)
-        running.optimizer = torch.optim.SGD(running.model.parameters(), lr=0.1)
-        more = world.settings(neuron_checkpoint_steps=1000)
-        with (
-            pytest.raises(error),
-            distributed_training.join(
-                world.network, running.model, running.optimizer, **more
-            ) as running.net,
-        ):
+        running = Script(world, neuron_checkpoint_steps=1000)
+        with pytest.raises(error), running.net:
             running.train(2)
             raise error
         progress = json.loads(
@@ -624,17 +624,9 @@ class Master(Lookahead):
     ids=["SGD", "AdamW", "Lookahead", "Master"],
 )
 def test_an_optimizer_that_puts_old_weights_back_is_named_at_the_first_update(
-    make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
-    named: bool,
-    world: MemberWorld,
-    caplog: pytest.LogCaptureFixture,
+    make: Make, named: bool, world: MemberWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
-    running = Script.__new__(Script)
-    running.world, running.number, running.model = world, 0, script_model(world.model)
-    running.optimizer = make(list(running.model.parameters()))
-    running.net = distributed_training.join(
-        world.network, running.model, running.optimizer, **world.settings()
-    )
+    running = Script(world, make=make)
     for _ in range(1 if named else 2):
         running.train(25)
         running.take_outer_step()
