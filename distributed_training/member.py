@@ -77,7 +77,6 @@ log = logging.getLogger(__name__)
 PACKAGE = "distributed_training"  # name of the logger for our lines
 _CLOSED = "the script left the network"
 _SAY_AGAIN = 600.0  # seconds between two log lines about the same cause
-_SILENT = 300.0  # seconds without a step, after which a missed close is logged
 # Limit on the boundaries in close(). Unless something fails, the stop comes at the next one.
 _MOST_BOUNDARIES = 1000
 _joins = itertools.count()
@@ -154,12 +153,11 @@ class Net(RankLoop):
         *,
         optimizer: Optimizer,
         rank_zero: build.RankZero | None,
-        called: list[float],
         **given: Any,
     ) -> None:
         super().__init__(controller=None if rank_zero is None else rank_zero.controller, **given)
         self._optimizer, self._rank_zero = optimizer, rank_zero
-        self._called = called  # time of the script's last call of step()
+        self._called = time.perf_counter()  # time of the script's last call of step()
         self._counted = self._weights.steps.step_count
         self._sequences = self._micro_batches = 0  # numbers yielded since the last step
         self._granted = False  # True if the last command allowed a micro-batch, not used yet
@@ -323,8 +321,8 @@ class Net(RankLoop):
 
     def _count_step(self, loss: Tensor | float | None, tokens: int | None) -> None:
         """Count the optimizer's steps since the last call, and report them."""
-        weights, began = self._weights, self._called[0]
-        self._called[0] = time.perf_counter()
+        weights, began = self._weights, self._called
+        self._called = time.perf_counter()
         # Convert the tokens first: if that fails, the next call still counts the step.
         if tokens is None:
             tokens = self._sequences * weights.sequence_length
@@ -373,7 +371,7 @@ class Net(RankLoop):
             learning_rate=float(self._optimizer.param_groups[0].get("lr", 0.0)),
             tokens=tokens * world,
             samples=tokens * world // weights.sequence_length,
-            seconds=max(self._called[0] - began, 1e-9),
+            seconds=max(self._called - began, 1e-9),
             data_wait_seconds=0.0,
             micro_batches=max(1, micro_batches),
             gpu_memory_gb=memory,
@@ -535,20 +533,10 @@ def _assemble(
     stack: ExitStack,
 ) -> Net:
     """Build the membership of one rank. Raises ConfigError, NetworkFailure, OSError, ValueError."""
-    events, called = SimpleQueue[ev.Event](), [time.perf_counter()]
-
-    def post(event: ev.Event) -> None:
-        events.put(event)
-        silent = time.perf_counter() - called[0]
-        if isinstance(event, ev.CloseReached) and silent > _SILENT:
-            log.warning(
-                "net.step() has not been called for %.0f s, and uploads for outer step %d are now "
-                "due: this script sends none until it calls net.step() again",
-                silent,
-                event.close.outer_step,
-            )
-
-    config, info, connections = build.share_start(config, ranks, lambda: _open(config, stack, post))
+    events = SimpleQueue[ev.Event]()
+    config, info, connections = build.share_start(
+        config, ranks, lambda: _open(config, stack, events.put)
+    )
     if info.problem:
         raise NetworkFailure(f"rank 0 could not join: {info.problem}")
     stream = open_stream(Layout(ranks.rank, ranks.world_size))
@@ -573,12 +561,11 @@ def _assemble(
     held = build.resume(context, info, weights, data, connections)
     rank_zero, round_rank = build.build_rounds(context, info, connections, held)
     if rank_zero is not None:
-        rank_zero.go_live(post)
+        rank_zero.go_live(events.put)
         report_running(folder)
     return Net(
         optimizer=optimizers[0],
         rank_zero=rank_zero,
-        called=called,
         ranks=ranks,
         weights=weights,
         data=data,
