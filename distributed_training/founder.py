@@ -236,7 +236,7 @@ def check(plan: FounderPlan) -> Config:
             place = f"set another one for the {program} in {plan.folder / RUN_FILE}"
             raise (ConfigAway if late else ConfigError)(
                 f"the {program} cannot listen on {_bracketed(host)}:{port} ({error.strerror}), so "
-                f"nothing was started: stop what uses the port, or {place}"
+                f"nothing was started: end the program that uses the port, or {place}"
             ) from None
     return config
 

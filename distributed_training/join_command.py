@@ -116,7 +116,7 @@ def join(options: argparse.Namespace, words: Sequence[str]) -> int:
     by_script = config.data.own and not config.data.own_text and not config.averages
     status = doctor.main(["--script"] if by_script else [])
     # Some of the doctor's checks fail if the network has not begun yet.
-    when = "the start, once nothing fails" if status else "the start"
+    when = "once nothing fails, start the miner with" if status else "start the miner with"
     go = f"cd {shlex.quote(str(here))} && " if options.folder != Path() else ""
     text = " --data.own_text FILES, or your script, which reads its own text" if by_script else ""
     print(f"{when}: {go}dt-miner{text}")

@@ -359,9 +359,9 @@ def parse(text: str, *, place: str, keys: Collection[str]) -> Network:
     for kind, of_kind in _CHAIN_KEYS.items() if head.chain in _CHAIN_KEYS else ():
         for key in sorted(of_kind):
             if (key in flat) != (kind == head.chain):
-                wrong = "is missing" if kind == head.chain else "has no place"
+                wrong = "is missing for" if kind == head.chain else "does not fit"
                 raise NetworkFileError(
-                    f"{key} {wrong} with chain.kind {head.chain!r}",
+                    f"{key} {wrong} chain.kind {head.chain!r}",
                     "add it" if kind == head.chain else "remove it",
                 )
     if (head.version > 1) != (head.previous is not None):
@@ -512,7 +512,7 @@ def _refuse_exchange(flat: Mapping[str, Any]) -> None:
     """Refuse keys that do not fit this file's exchange. Raises NetworkFileError."""
     exchange = str(flat["exchange"])
     for key in sorted(needless_keys(exchange) & flat.keys()):
-        raise NetworkFileError(f"{key} has no place with exchange {exchange!r}", "remove it")
+        raise NetworkFileError(f"{key} does not fit exchange {exchange!r}", "remove it")
     if flat.get("store.access", "own" if exchange == "hivemind" else "registry") == "own":
         return
     if flat["chain.kind"] != "registry":

@@ -104,7 +104,7 @@ def read_network(
         except NetworkFileError:
             is_one = False
         if not is_one:  # it may be a maintenance page, or a proxy's page
-            raise NetworkAway(f"what {place} answers is not a network's file")
+            raise NetworkAway(f"the answer of {place} is not a network's file")
         found = parse(text, place=place, keys=keys)
         if pinned not in ("", found.digest) and not _descends(found, pinned, place, keys):
             raise NetworkFileError(
@@ -177,7 +177,7 @@ def _fetch(url: str) -> str:
             data = run_to_end(download(url))
             break
         except TooLong as error:  # the answer is some other page
-            raise NetworkAway(f"what {url} answers is not a network's file: {error}") from None
+            raise NetworkAway(f"the answer of {url} is not a network's file: {error}") from None
         except httpx.HTTPStatusError as error:
             why = f"HTTP {error.response.status_code}"
         except TimeoutError:
@@ -189,7 +189,7 @@ def _fetch(url: str) -> str:
     try:
         return decode_text(data)
     except NetworkFileError as error:  # the answer is some other page
-        raise NetworkAway(f"what {url} answers is not a network's file: {error}") from None
+        raise NetworkAway(f"the answer of {url} is not a network's file: {error}") from None
 
 
 async def download(url: str, *, most: int = LARGEST_FILE, seconds: float | None = None) -> bytes:

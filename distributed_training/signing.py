@@ -155,7 +155,7 @@ def _next_version(options: argparse.Namespace, flat: Mapping[str, Any]) -> dict[
     if not changed and options.at > holds:
         raise ConfigError(
             f"version {newest} has these rules and is in force from outer step {holds} on, so one "
-            f"from {options.at} on would delay nothing and nothing was signed: undo the change "
+            f"from {options.at} on would not delay them, and nothing was signed: undo the change "
             f"with --at {holds}, and make it again with --at {options.at}"
         )
     return {

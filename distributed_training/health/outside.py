@@ -156,7 +156,7 @@ def _check_commitment(config: Config, chain: Chain, hotkey: str) -> Check:
     return Check(
         "commitment",
         "warn",
-        "the chain holds another read key than .env, and validators use it until it is replaced",
+        "the chain has a different read key from .env, and validators use it until it is replaced",
         "start the miner: it writes the new key; keep the old token until then",
     )
 
@@ -313,7 +313,7 @@ def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
     if seconds < 0.5 * grace:
         return Check("line", "ok", finding)
     finding += f", and has {grace:.0f} s after a close"
-    return Check("line", "warn", finding, "get a faster line")
+    return Check("line", "warn", finding, "use a faster network link")
 
 
 # --- peers and data -------------------------------------------------------------------------------

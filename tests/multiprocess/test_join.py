@@ -123,7 +123,7 @@ def test_one_line_makes_a_miner_and_again_takes_it_over(
     out = capsys.readouterr().out
     uid = uid_in(out)
     bucket = f"lab-{uid:03d}"
-    assert f"bucket {bucket} made" in out and out.splitlines()[-1] == "the start: dt-miner"
+    assert f"bucket {bucket} made" in out and out.endswith("\nstart the miner with: dt-miner\n")
     config = load_config("miner", [], environ={}, file=here / "miner.toml")  # it refuses no setting
     assert config.general.network == f"{lab.url}/network.toml"
     assert (config.swarm.dht_port, config.chain.wallet_name) == (7001, "lab")

@@ -89,8 +89,8 @@ def test_buckets_of_their_own_need_no_registry_and_a_key_each(
     ("change", "words"),
     [
         ({"round__grace": None}, "round.grace is missing"),
-        ({"round__average_after": "5s"}, "round.average_after has no place with exchange 'store'"),
-        ({"round__sample": 1}, "round.sample has no place with exchange 'store'"),
+        ({"round__average_after": "5s"}, "round.average_after does not fit exchange 'store'"),
+        ({"round__sample": 1}, "round.sample does not fit exchange 'store'"),
         ({"round__grace": "1601s"}, "is above a third of the period"),
         ({"round__bits": 5}, "round.bits is 5"),
         ({"round__bits": 4, "round__codec": "4-bit"}, "round.bits is 4"),

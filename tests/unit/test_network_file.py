@@ -225,7 +225,7 @@ def test_the_canonical_form_is_the_documents() -> None:
         (
             "\nurl = ",
             "\nnetuid = 3\nurl = ",
-            "chain.netuid has no place with chain.kind 'registry'",
+            "chain.netuid does not fit chain.kind 'registry'",
         ),
         ("version = 1 ", 'run_id = "v1_2_7_r5"\nversion = 1 ', "it names a run_id"),
         ("[limits]", "[limits", "it is not TOML"),
