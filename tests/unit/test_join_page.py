@@ -186,7 +186,7 @@ def test_a_trainer_steps_once_an_optimizer_step_and_saves_the_network_step(
     again = joined[-1]
     assert again.found == 60.0 and len(again.calls) == 10 and saved(20) == 60.0
     if host == "huggingface":
-        Path("trainer/checkpoint-20/trainer_state.json").unlink()  # a kill has truncated it
+        Path("trainer/checkpoint-20/trainer_state.json").unlink()  # a kill has left it incomplete
         script["main"](*adapted, 20)
         assert joined[-1].found == 60.0 and len(joined[-1].calls) == 10
 

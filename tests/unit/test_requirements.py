@@ -1,4 +1,4 @@
-"""Every package is installed by version and hash; a miner's machine gets what a miner needs."""
+"""Test that packages are installed by version and hash, and that a miner gets only its own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def canonical(name: str) -> str:
 
 
 def versions(name: str) -> dict[str, str]:
-    """Return a list's versions; it has only entries with hashes: no index, address or option."""
+    """Return the versions in a list, which must have only entries with hashes."""
     text = (LISTS / f"{name}.txt").read_text()
     body = "".join(line for line in text.splitlines(True) if not line.startswith("#"))
     assert ENTRY.sub("", body) == "", name
@@ -54,7 +54,7 @@ def test_every_list_pins_what_constraints_pin() -> None:
 
 
 def test_the_lock_of_uv_has_these_versions_and_these_requirements() -> None:
-    """`uv lock --check` says so too, but needs uv and the index."""
+    """`uv lock --check` checks the same, but needs uv and the index."""
     locked = {
         entry["name"]: entry for entry in tomllib.loads((ROOT / "uv.lock").read_text())["package"]
     }
@@ -98,7 +98,7 @@ def test_no_package_lacks_a_dependency(name: str) -> None:
     for package in versions(name):
         try:
             needed = requires(package) or []
-        except PackageNotFoundError:  # for another system, or this set is not installed
+        except PackageNotFoundError:  # it is for another system, or this set is not installed
             continue
         for requirement in map(Requirement, needed):
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
@@ -106,7 +106,7 @@ def test_no_package_lacks_a_dependency(name: str) -> None:
 
 
 def of_extra(name: str) -> set[str]:
-    """Return the packages that an extra of the wheel names, directly or by other extras."""
+    """Return the packages that an extra of the wheel names directly or through other extras."""
     project = PROJECT["project"]
     found: set[str] = set()
     for text in project["optional-dependencies"][name] if name else project["dependencies"]:
@@ -139,7 +139,7 @@ def test_what_a_program_misses_is_in_the_extra_that_it_names(
     )
 
 
-#: A Python whose environments record what pip is asked for, and refuse a list if so told.
+#: A Python whose environments record the calls of pip, and refuse the list that REFUSED names.
 PYTHON = """#!/bin/sh
 case "$*" in
 *"import sys, torch"*) exit 1 ;;
@@ -150,7 +150,7 @@ esac
 
 
 def setup(folder: Path, *sets: str, **environ: str) -> list[str]:
-    """Return the requests to pip, a line each."""
+    """Run the setup, and return the calls of pip, one per line."""
     calls = folder / "calls"
     calls.unlink(missing_ok=True)
     done = subprocess.run(
@@ -176,7 +176,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def lists(calls: list[str]) -> list[str]:
-    """Return the installed packages, in order. Each is on a list and goes by its hash."""
+    """Return the names of the installed lists in order. Packages are checked by their hashes."""
     found = []
     for call in calls:
         if call.endswith(" -e ."):
