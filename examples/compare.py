@@ -94,7 +94,7 @@ SUBNET_PERIOD, SUBNET_STEPS, KILL_EVERY = 80, 5, 60.0  # seconds, outer steps, s
 
 
 class Inner:
-    """AdamW over all models at once. A slow worker takes only a share of the steps.
+    """Run AdamW on all models at once. A slow worker takes only a share of the steps.
 
     ``speeds``: that share, for the models in turn.
     """
@@ -119,7 +119,7 @@ class Inner:
                 each[rests] = before
 
     def _tensors(self) -> Iterator[Tensor]:
-        """Yield weights and AdamW's averages, whose first dimension is that of the models."""
+        """Yield the weights and AdamW's averages. Their first dimension is that of the models."""
         for weight in self._weights.values():
             state = self._adam.state[weight]
             yield from (weight.data, *(state[n] for n in ("exp_avg", "exp_avg_sq") if n in state))
@@ -127,7 +127,7 @@ class Inner:
 
 @dataclass
 class Ruled:
-    """The rounds of one store network with any outer rule; its uploads may be lost.
+    """Run the rounds of one store network with any outer rule. Uploads may be lost.
 
     Uploads and updates are the program's own files (``protocol/update_file.py``), merged as a
     validator merges them (``validator/merge.py``). All workers share one state; with a rule that
@@ -152,13 +152,13 @@ class Ruled:
             self.states = [self.state] * self.workers
 
     def state_of(self, worker: int) -> OuterState:
-        """Return the state that a worker begins its inner steps with."""
+        """Return the state with which a worker begins its inner steps."""
         return self.states[worker] if self.states else self.state
 
     def exchange_and_carry(
         self, own: Sequence[Tensor], folder: Path, outer_step: int, lost: Collection[int]
     ) -> list[Tensor]:
-        """Take an outer step; return the workers' weights, with lost training added to the new."""
+        """Take an outer step. Return the new weights, plus the training of lost uploads."""
         before = [self.state_of(worker) for worker in range(self.workers)]
         uploads = {
             worker: self.upload(worker, [each[worker] for each in own], folder, outer_step)
@@ -182,7 +182,7 @@ class Ruled:
     def merge_all(self, uploads: Sequence[UpdateFile], folder: Path, outer_step: int) -> None:
         """Clip uploads as a validator does, and judge them if the rule merges by judgements."""
         facts, norms = list[UploadFacts](), [norm_of(upload) for upload in uploads]
-        found = [Measured(norm, 1.0, 0.0) for norm in norms]  # as if all gained the same
+        found = [Measured(norm, 1.0, 0.0) for norm in norms]  # treat all as if they gained the same
         past = [Measured(norm, 1.0, 0.0) for some in self.norms[-HISTORY:] for norm in some]
         longest = longest_norm([*past, *found], [])
         factors = [clip_factor(norm, longest) for norm in norms]
@@ -203,7 +203,7 @@ class Ruled:
     def upload(
         self, worker: int, weights: Sequence[Tensor], folder: Path, outer_step: int
     ) -> UpdateFile:
-        """Write one worker's upload as a member does; keep what the upload left out."""
+        """Write one worker's upload as a member does, and keep the values that it left out."""
         rule = OUTER_RULES[self.rule.name]
         moved = [s - w for s, w in zip(self.state_of(worker).weights, weights, strict=True)]
         if (residual := self.residuals.get(worker)) is not None:
@@ -243,7 +243,7 @@ class Ruled:
     def _average(
         self, before: Sequence[OuterState], group: Sequence[int], uploads: Sequence[UpdateFile]
     ) -> None:
-        """Take the outer step of each member of one group, who send each other everything."""
+        """Take the outer step of a group, whose members send everything to each other."""
         step = OUTER_RULES[self.rule.name].step
         lr, mu = self.rule.learning_rate, self.rule.mu
         starts, gradients = [], []
@@ -270,7 +270,7 @@ class Ruled:
 
 @dataclass
 class Curve:
-    """The results of a rule (None: the baseline) by outer step: bytes per parameter, losses."""
+    """Hold a rule's bytes per parameter and losses by outer step. No rule: the baseline."""
 
     label: str
     rule: Rule | None
@@ -279,7 +279,7 @@ class Curve:
     losses: list[list[float]] = field(default_factory=list)
 
     def hours(self, options: argparse.Namespace) -> list[float]:
-        """Return the hour at which a worker that waits while it sends has taken each outer step."""
+        """Return the hours of the outer steps of a worker that does not train while it sends."""
         down, up = (each * 1e6 / 8 for each in options.link)
         trained = options.steps * options.step_seconds
         return [
@@ -382,7 +382,7 @@ def write(curves: Sequence[Curve], options: argparse.Namespace) -> None:
 
 
 def draw(curves: Sequence[Curve], options: argparse.Namespace) -> None:
-    """Draw the picture: a line is the mean of the seeds, and the area around it their range."""
+    """Draw the picture. A line is the mean of the seeds, and the area around it is their range."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -446,7 +446,7 @@ def run_subnets(names: Sequence[str]) -> int:
 
     for name in names:
         outer_rule_of(TrainingSettings(outer_rule=name), "store")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit with all clean-up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a normal exit runs all clean-up
     rows = []
     for name in names:
         with tempfile.TemporaryDirectory(prefix="compare-") as folder:
@@ -505,7 +505,7 @@ def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
     add = arguments.add_argument
     add("--seeds", type=int, default=3)
     add("--rounds", type=int, default=20)
-    add("--steps", type=int, default=30, help="inner steps in a round")
+    add("--steps", type=int, default=30, help="inner steps per round")
     add("rules", nargs="*", default=DEFAULT, metavar="NAME|FILE.py[:lr=X,mu=X]")
     add("--workers", type=int, default=WORKERS, help=f"workers for each rule and seed [{WORKERS}]")
     add("--outer-learning-rate", type=float, default=0.8, help="for rules that set no rate [0.8]")

@@ -79,7 +79,7 @@ def build_parser() -> Parser:
     number("--vocabulary", 2, 10_000_000, None, about)
     number("--rows-per-shard", 1, 100_000_000, 20_000)
     number("--processes", 1, 1024, usable_cores())
-    add("--check", action="store_true", help="verify the existing shards, make none")
+    add("--check", action="store_true", help="verify the existing shards and make none")
     return parser
 
 
@@ -194,7 +194,7 @@ def _check(out: Path, units: list[Unit]) -> int:
 def _shown(made: Iterable[Made], units: list[Unit]) -> Iterator[Made]:
     """Yield each unit, and show the rows done, the tokens per second and the time left.
 
-    If the output is not a terminal, that is a line now and then.
+    If the output is not a terminal, print a line now and then instead.
     """
     from tqdm import tqdm
 
@@ -211,7 +211,7 @@ def _shown(made: Iterable[Made], units: list[Unit]) -> Iterator[Made]:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a shard's content depends on. Equal plans make equal shards."""
+    """Hold everything on which a shard's content depends. Equal plans make equal shards."""
 
     source: SourceSpec
     text_column: str
@@ -252,7 +252,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Made:
-    """A unit that was processed. ``problem``: why it has no shard (the rest is then empty)."""
+    """Hold a processed unit. ``problem``: why it has no shard; then the other fields are empty."""
 
     unit: Unit
     tokens: int = 0
@@ -262,7 +262,7 @@ class Made:
 
 
 def check_source(spec: SourceSpec) -> None:
-    """Raise ConfigError for a source whose rows cannot be read from one end to the other."""
+    """Raise ConfigError for a source whose rows cannot be read from the first to the last."""
     if spec.kind not in ("stdlib", "parquet", *line_files.KINDS):
         raise ConfigError(
             f"{spec.text} cannot be pretokenized, so no shards are made: use stdlib, parquet:DIR, "
@@ -334,7 +334,7 @@ def check(out: Path, unit: Unit) -> Made:
 
 
 class Maker:
-    """Makes shards, one at a time; each process has its own."""
+    """Make shards one after another. Each process has its own maker."""
 
     def __init__(self, plan: Plan, out: Path) -> None:
         self._plan = plan
@@ -372,7 +372,7 @@ class Maker:
             tokenizer=self._tokenizer.hash,
             eos_id=plan.eos_id,
             vocabulary=self._tokenizer.vocabulary,
-            # These tell a later run whether the source has changed since.
+            # A later run finds out by these whether the source has changed since.
             extra={"config": unit.config, "first": unit.first, "rows": unit.rows},
         )
         return Made(unit, used, self._counts.drain())
@@ -417,7 +417,7 @@ def make_all(plan: Plan, out: Path, units: list[Unit], processes: int) -> Iterat
     ) as pool:
         try:
             while True:
-                # Do not submit all at once: for a large data set even the futures fill the memory.
+                # Do not submit all units at once: so many futures would fill the memory.
                 while len(waiting) < 4 * processes and (unit := next(todo, None)) is not None:
                     waiting.add(pool.submit(_make, unit))
                 if not waiting:
