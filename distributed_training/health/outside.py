@@ -40,8 +40,8 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.growth import file_bytes
 from distributed_training.protocol.keys import miner_bucket
 from distributed_training.protocol.types import Check
+from distributed_training.store.base import ObjectStore
 from distributed_training.store.errors import StoreError
-from distributed_training.store.opening import open_store
 from distributed_training.store.s3 import endpoint_of
 from distributed_training.store.transfer import Retry
 
@@ -250,11 +250,11 @@ def check_bucket(examination: Examination) -> list[Check]:
             finally:
                 # Delete it even if reading failed, because nothing else would.
                 writer.delete(key)
+            line = check_line(writer, config, examination.shape)
     except _WRONG as error:
         failed = _failure("bucket", error, _KEYS_REMEDY)
         return [failed, Check("line", "skip", "not measured: bucket failed")]
-    found = Check("bucket", "ok", f"{bucket}: R2_WRITE writes, R2_READ only reads")
-    return [found, check_line(config, bucket, examination.shape)]
+    return [Check("bucket", "ok", f"{bucket}: R2_WRITE writes, R2_READ only reads"), line]
 
 
 def check_access(examination: Examination) -> list[Check]:
@@ -292,17 +292,16 @@ def check_access(examination: Examination) -> list[Check]:
     return found
 
 
-def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
+def check_line(writer: ObjectStore, config: Config, shape: ModelShape | None) -> Check:
     """Send 8 MiB, and compare the speed with the time that an upload has after a close."""
     # Send random bytes, because a link that compresses other bytes would seem faster than it is.
     key, content = f"diagnose-{secrets.token_hex(8)}", secrets.token_bytes(_LINE_BYTES)
     try:
-        writer = open_store(config.store, bucket, write=True)
         began = time.perf_counter()
         writer.put(key, content)
         speed = _LINE_BYTES / (time.perf_counter() - began)
         writer.delete(key)
-    except (StoreError, ValueError) as error:
+    except StoreError as error:
         return Check("line", "fail", f"8 MiB could not be sent ({error})", _KEYS_REMEDY)
     finding = f"{8 * speed / 1e6:.0f} Mbit/s up, over one connection"
     if shape is None:

@@ -35,7 +35,6 @@ from distributed_training.protocol.types import Check
 from distributed_training.status_command import describe
 from distributed_training.store.base import ObjectInfo, Section
 from distributed_training.store.errors import StoreError
-from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.telemetry.neuron_state import NeuronState
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.memory_store import MemoryObjectStore
@@ -251,8 +250,7 @@ def test_a_line_is_judged_by_the_time_an_upload_really_has(
 
     clock = SimpleNamespace(perf_counter=lambda: now)
     monkeypatch.setattr(outside, "time", clock)
-    monkeypatch.setattr(S3ObjectStore, "from_settings", lambda *given, **fields: SlowStore())
-    check = outside.check_line(config_of("--network", "local"), "bucket", shape)
+    check = outside.check_line(SlowStore(), config_of("--network", "local"), shape)
     assert check.status == verdict and said in check.finding
 
 
