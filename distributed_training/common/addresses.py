@@ -1,4 +1,4 @@
-"""Tell from where an IP address can be reached, whatever form it is written in.
+"""Determine from where an IP address can be reached, in whatever form it is written.
 
 Our programs connect to addresses that others announce. With an address in a private network, or of
 the machine itself, somebody could make a program call services that only this program can reach.

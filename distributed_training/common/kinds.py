@@ -1,4 +1,4 @@
-"""Registries of what one file can add a kind of: optimizers, stores, data sources and others.
+"""Registries of kinds (optimizers, stores, data sources and others) that one file can add to.
 
 A package that has several kinds of something keeps them in a :class:`Kinds`. Each kind is
 registered in the file that implements it. A plug-in is a module that registers more kinds in the

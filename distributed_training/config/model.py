@@ -58,8 +58,8 @@ class Config(AllSettings):
     sources: Mapping[str, str] = field(repr=False)  # flag name -> where it was given, if anywhere
     network: Network
     warnings: tuple[str, ...] = ()  # found while the files were read
-    node: int = 0  # number of this machine among those that torchrun runs one miner on
-    of_script: bool = False  # a script trains, on its own data if the network's members do
+    node: int = 0  # number of this machine, if torchrun runs one miner on several machines
+    of_script: bool = False  # a script trains, and may read its text itself
 
     def get(self, name: str) -> Any:
         """Return a flag's value by its name (``neuron.upload_steps``), or None if unknown."""
@@ -69,14 +69,6 @@ class Config(AllSettings):
     def leads(self) -> bool:
         """True on a miner's only machine, or on its node 0, which has the wallet and the bucket."""
         return self.node == 0
-
-    @property
-    def any_key(self) -> bool:
-        """True if the store's keys may have any length, and need no account.
-
-        In that case all peers know the store, and the commitment is not on a public chain.
-        """
-        return self.store.endpoint_url is not None and self.chain.kind != "bittensor"
 
     @property
     def reads_text(self) -> bool:
@@ -99,7 +91,9 @@ class Config(AllSettings):
         """The variables for the store's keys that this neuron needs."""
         if not self.has_bucket:
             return KEY_VARIABLES[3:] if self.kind == "validator" and not self.in_folder else ()
-        return KEY_VARIABLES[1:] if self.any_key else KEY_VARIABLES
+        # A store that all peers know needs no account. A public chain's commitment still has one.
+        known_store = self.store.endpoint_url is not None and self.chain.kind != "bittensor"
+        return KEY_VARIABLES[1:] if known_store else KEY_VARIABLES
 
     @property
     def tokenizer_revision(self) -> str | None:
@@ -231,9 +225,6 @@ def check_values(config: Config) -> Iterator[str]:
             f"{source} is empty, so the miner would begin again in {config.run_folder} without "
             "its checkpoints: name a folder, or remove this setting"
         )
-
-
-def check_exports(config: Config) -> Iterator[str]:
     if config.validator.export_command and not config.validator.export_every:
         yield (
             "--validator.export_command is given but --validator.export_every is 0, so it would "
@@ -360,7 +351,6 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_values,
     check_own_text,
     check_schedule,
-    check_exports,
     check_addresses,
     check_keys,
 )

@@ -18,20 +18,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pydantic import SecretStr
 
 from distributed_training.common.files import atomic_file, write_bytes
 from distributed_training.common.kinds import plugin_environment
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import kill_tree, with_starter
 from distributed_training.config.installed import install
-from distributed_training.config.settings import Exchange
+from distributed_training.config.settings import Exchange, StoreSettings
 from distributed_training.config.types import ConfigError, parse_duration
 from distributed_training.network import built_in_rules
 from distributed_training.protocol.lines import counted
-
-if TYPE_CHECKING:
-    from distributed_training.config.settings import StoreSettings
 
 # The operator's own keys and settings must not reach a subnet that is only for experiments.
 FOREIGN_PREFIXES = ("R2_", "BT_", "DT_", "WANDB_", "LOKI_", "AWS_", "HF_", "INFLUXDB_")
@@ -168,7 +167,7 @@ class Child:
 
     @property
     def problem(self) -> str:
-        """How it ended without having been stopped, with the last lines of its log, or ""."""
+        """A description of how it ended on its own, with the end of its log; "" if it did not."""
         status = self.exit_status
         if status is None or self.stopping:
             return ""
@@ -181,7 +180,7 @@ class Child:
         return f"{self.name} {what}; its log {self.log} ends:\n{lines}"
 
     def wait_ready(self) -> None:
-        """Wait until it is ready. Raises ChildFailure, after which it no longer runs."""
+        """Wait until the child is ready. Raises ChildFailure if it ends or is too late."""
         deadline = time.monotonic() + _STARTS
         while not self.is_ready():
             late = time.monotonic() > deadline
@@ -301,10 +300,6 @@ class ObjectStoreServer(Child):
 
     def settings(self, **more: Any) -> StoreSettings:
         """Return the settings with which a neuron reaches its bucket. ``more``: other fields."""
-        from pydantic import SecretStr
-
-        from distributed_training.config.settings import StoreSettings
-
         found: dict[str, Any] = {n.removeprefix("R2_").lower(): v for n, v in self.keys.items()}
         found |= {name: SecretStr(key) for name, key in found.items() if "access_key" in name}
         return StoreSettings(**found | more)

@@ -1,4 +1,4 @@
-"""Start a neuron, miner or validator: its hotkey on the subnet, its bucket, its run folder.
+"""Start a neuron (a miner or validator): open its run folder, its bucket and the chain.
 
 ``start``: run folder, log, tokenizer; errors that end a start, signals that end a node.
 ``identity``: wallet, chain, uid; writing the neuron's entries to the chain; whether the chain

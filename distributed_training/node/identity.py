@@ -1,4 +1,4 @@
-"""This node on the subnet: its wallet, uid and entries, and whether the chain is this network's.
+"""Find this node's uid, write its entries to the chain, and check that it is the network's chain.
 
 A node writes two things to the chain: the *commitment*, which contains the read credentials of its
 bucket, so that others find its uploads; and the *endpoint* of its DHT peer. Chains are slow and

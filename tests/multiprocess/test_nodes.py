@@ -1,6 +1,6 @@
-"""A miner of two machines under torchrun: on loopback, and in network namespaces.
+"""Test a miner on two machines with torchrun, on loopback and in network namespaces.
 
-Each node is started again whenever its torchrun ends, as pm2 does.
+Each node is restarted whenever its torchrun ends, as pm2 does.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def rank_environment(folder: Path, *, steps: int, keys: bool) -> dict[str, str]:
 
 
 class Node:
-    """One ops/torchrun.sh, started again whenever it ends by itself."""
+    """A run of ops/torchrun.sh, which is restarted whenever it ends on its own."""
 
     def __init__(self, folder: Path, number: int, address: str, port: int, prefix: list[str]):
         self.folder, self.number = folder, number
@@ -98,7 +98,7 @@ class Node:
         return [*root.children(recursive=True), root]
 
     def stop(self) -> None:
-        """SIGTERM to torchrun, as pm2 and Slurm do; it is not started again."""
+        """Send SIGTERM to torchrun, as pm2 and Slurm do. It is not restarted after that."""
         assert self.process is not None
         self._again = False
         self.process.send_signal(signal.SIGTERM)
@@ -123,7 +123,7 @@ class Node:
                 self._keeper.join(1)
 
     def losses(self) -> dict[int, float]:
-        """Step in all -> loss, of the last time it was taken."""
+        """Return the loss of each inner step, by its total number; a repeated step counts once."""
         path = self.folder / "events.jsonl"
         found: list[dict[str, Any]] = list(read_events(path, "step")) if path.exists() else []
         return {event["total_inner_steps"]: event["loss"] for event in found}
@@ -134,7 +134,7 @@ Pair = list[Node]
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Pair]:
-    """Two nodes of this machine."""
+    """Yield two nodes on this machine."""
     (port,) = free_ports(1)
     made = [Node(tmp_path / f"node{i}", i, "127.0.0.1", port, []) for i in range(2)]
     yield made
@@ -144,7 +144,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[tuple[Pair, list[Machine]]]:
-    """Two nodes, each a machine of its own."""
+    """Yield two nodes, each in its own network namespace."""
     with machines(2) as found:
         address = found[0].address
         made = [
@@ -207,7 +207,7 @@ def _resumed(node: Node) -> list[str]:
 
 
 def _listening(machine: Machine) -> set[str]:
-    """Return the addresses at which somebody listens there."""
+    """Return the addresses at which a process on the machine listens."""
     command = [*machine.prefix, "ss", "-Hltn"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return {line.split()[3] for line in shown.splitlines()}
@@ -217,13 +217,13 @@ def _listening(machine: Machine) -> set[str]:
 def test_a_killed_node_comes_back_and_all_go_on_from_the_last_checkpoint(
     two: tuple[Pair, list[Machine]], lost: int
 ) -> None:
-    """Its machine loses its power for a moment; nobody helps."""
+    """Its machine loses power for a moment, and nobody intervenes."""
     pair, found = two
     began = time.monotonic()
     _start(pair, steps=4000, past=8)
-    # On a busy machine a start takes long; the goal is that of one at rest.
+    # A start takes longer on a busy machine; the limit is meant for an idle one.
     again = max(AGAIN, 1.5 * (time.monotonic() - began))
-    # gloo and NCCL listen at the private network's address only, torchrun's store at all.
+    # gloo and NCCL listen only at the private network's address, torchrun's store at all addresses.
     for machine in found:
         wide = {a for a in _listening(machine) if not a.startswith((machine.address, "127.0.0.1"))}
         assert wide <= {"*:29500", "0.0.0.0:29500", "[::]:29500"}, wide

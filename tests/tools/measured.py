@@ -1,4 +1,4 @@
-"""Measure what is a child's or a folder's: tests before have left things in this process."""
+"""Measure only a child or a folder, because earlier tests leave things in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""neurons/miner.py with the ranks of :mod:`node_ranks`, for torchrun or by itself."""
+"""Run neurons/miner.py with the ranks of :mod:`node_ranks`, with or without torchrun."""
 
 from __future__ import annotations
 

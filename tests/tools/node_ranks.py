@@ -1,6 +1,7 @@
-"""One rank of a miner; torchrun or the launcher starts it. Everything is the product's but
-the network of rank 0, which is that of :mod:`miner_ranks`. NODE_STEPS says after how many inner
-steps in all it stops.
+"""Run one rank of a miner, which torchrun or the launcher starts.
+
+Only the network of rank 0 is not the product's, but that of :mod:`miner_ranks`. The rank stops
+after NODE_STEPS inner steps in total.
 """
 
 from __future__ import annotations

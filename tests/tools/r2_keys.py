@@ -1,4 +1,4 @@
-"""Keys of R2 that are well-formed and open nothing, as an operator's environment holds them."""
+"""Well-formed R2 keys that open nothing, in the variables of an operator's environment."""
 
 from __future__ import annotations
 

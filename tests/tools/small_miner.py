@@ -1,4 +1,4 @@
-"""Flags and rules of a miner that trains a tiny model on two rows at a time, for real ranks."""
+"""Flags and rules of a miner that trains a tiny model in real ranks, two rows at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ FLAGS = {
     "neuron.device": "cpu",
     "neuron.local_batch_size_train": "2",
     "neuron.checkpoint_steps": "5",
-    # one block ahead: they come in order whatever the ranks' pace
+    # one block ahead, so that blocks come in order at any pace of the ranks
     "data.source": "stdlib",
     "data.prefetch_blocks": "1",
 }

@@ -1,4 +1,4 @@
-"""TLS in front of a registry on loopback: Caddy with ``ops/Caddyfile``."""
+"""Run Caddy with ``ops/Caddyfile``, which adds TLS to a registry on loopback."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OPTIONS = "{\n\tadmin off\n\tskip_install_trust\n\tauto_https disable_redirects
 
 @contextmanager
 def caddy(port: int, folder: Path) -> Iterator[tuple[str, Path]]:
-    """The URL in front of ``port``, and the authority's certificate."""
+    """Yield the URL of the proxy for ``port``, and the certificate of its authority."""
     (front,) = free_ports(1)
     text = CADDYFILE.read_text()
     for ours, here in (
@@ -49,7 +49,7 @@ def caddy(port: int, folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _shakes_hands(port: int, authority: Path) -> bool:
-    """Return whether there is a certificate already: it is made after the port is open."""
+    """Return whether the certificate exists, which is created after the port is open."""
     context = ssl.create_default_context(cafile=str(authority))
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as raw:
         context.wrap_socket(raw, server_hostname="localhost").close()

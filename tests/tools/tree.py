@@ -1,4 +1,4 @@
-"""Find all that a test has started, by a variable which every process inherits; it needs /proc."""
+"""Find all processes that a test has started, by a variable that they inherit. Needs /proc."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 from distributed_training.common.processes import is_running, send
 from tests.tools.waiting import wait_for
 
-NAME = "TEST_TREE"  # not DT_: a local subnet leaves out what names our settings
+NAME = "TEST_TREE"  # not DT_, because a local subnet does not pass on variables of our settings
 
 
 class Tree:
@@ -29,7 +29,7 @@ class Tree:
                 if ours and process.pid != os.getpid() and is_running(process):
                     found.append(process)
             except (psutil.Error, OSError):
-                continue  # gone meanwhile, or another user's
+                continue  # it has ended, or belongs to another user
         return found
 
     def end(self, grace: timedelta = timedelta(0)) -> None:
@@ -44,5 +44,5 @@ class Tree:
             psutil.wait_procs(left, 10)
 
     def wait_for_end(self) -> None:
-        # Two looks: execve leaves a process without an environment for a moment.
+        # Check twice: execve leaves a process without an environment for a moment.
         wait_for(lambda: not (self.processes() or self.processes()), "the end of all processes")

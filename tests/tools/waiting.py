@@ -1,4 +1,4 @@
-"""The one way in which tests wait: for a state, with a deadline."""
+"""Wait in tests for a state, with a deadline; tests wait in no other way."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import pytest
 def wait_for(
     condition: Callable[[], Any], what: str = "it", seconds: float = 120, every: float = 0.02
 ) -> Any:
-    """The first true value of ``condition()``; fails naming ``what`` when ``seconds`` are over.
+    """Return the first true value of ``condition()``, or fail the test after ``seconds``.
 
-    The deadline is generous: it only decides how long a broken test takes. Looks that take long
-    (a browser's, one through /proc) come less often: what is waited for needs the cores.
+    ``what``: what the failure says was awaited. The deadline is generous, because it only decides
+    how long a broken test takes. Slow conditions (of a browser, or of /proc) are checked less
+    often, since they take time from what is awaited.
     """
     began = time.monotonic()
     deadline = began + seconds

@@ -1,4 +1,4 @@
-"""A service on 127.0.0.1 to which apprise sends the messages of a miner."""
+"""Run a service on 127.0.0.1 to which apprise sends a miner's messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Webhooks:
-    """The messages that came in, as ``title: text``, and how the next requests are answered.
+    """The received messages, as ``title: text``, and how the next requests are answered.
 
     ``manner``: ``""`` as a service does, a status, ``hang``, ``drip``, ``elsewhere`` (a redirect)
     or ``nonsense``.
