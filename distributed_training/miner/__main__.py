@@ -144,20 +144,6 @@ def set_rank_environment() -> None:
 
     from distributed_training.miner.rank_group import rank_environment_defaults
 
-    for name in _INTERFACES:
-        # NCCL's format: "^" and the interface names to exclude, or prefixes of names to use.
-        given = os.environ.get(name, "^")
-        known = [*psutil.net_if_addrs()]
-        if not given.startswith("^") and not all(
-            any(each.startswith(one.lstrip("=").partition(":")[0]) for each in known)
-            for one in given.split(",")
-        ):
-            del os.environ[name]
-            print(
-                f"warning: {name}={given} is ignored, since this machine has no such network "
-                f"interface: it has {', '.join(known)}",
-                file=sys.stderr,
-            )
     with contextlib.suppress(OSError):  # torchrun has just resolved the same name
         found = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(found[0], found[1]) as route:
@@ -165,8 +151,8 @@ def set_rank_environment() -> None:
             own = route.getsockname()[0]
         for name, entries in psutil.net_if_addrs().items():
             if any(entry.address == own for entry in entries):
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-                os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+                for variable in _INTERFACES:
+                    os.environ.setdefault(variable, name)
     # torchrun sets it to 1 by default, so encoding an upload would use only one of many cores.
     if os.environ.get("OMP_NUM_THREADS") == "1":
         del os.environ["OMP_NUM_THREADS"]

@@ -225,8 +225,7 @@ class Blocks:
         another number of ranks or another micro-batch size the pages are cut differently, and if
         ``exact`` is False the trainer drops the micro-batches of the unfinished inner step. In
         these cases the count continues after the prefetched pages. With another uid the count
-        starts at 0, and also after a checkpoint of an earlier edition, which drew its pages by
-        another rule.
+        starts at 0.
 
         Args:
             state: A :meth:`state_dict`; empty on a fresh start.
@@ -236,10 +235,10 @@ class Blocks:
         """
         if not state:
             return
-        if "next" not in state or state.get("uid") != self._uid:
+        if state.get("uid") != self._uid:
             log.info(
                 "The page count starts at 0 in outer step %d: the checkpoint is of another uid, "
-                "which is assigned other pages, or of an earlier edition",
+                "which is assigned other pages",
                 self._outer_step,
             )
             return

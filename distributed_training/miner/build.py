@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,7 +103,6 @@ class RankContext:
     ranks: RankChannel
     events: queue.SimpleQueue[ev.Event]  # read only on rank 0
     stack: ExitStack  # closes everything that was opened
-    tick: timedelta = timedelta(seconds=1)  # time between two ticks of the controller
     # True in a script's process: nothing here may end that process or change its log.
     guest: bool = False
 
@@ -379,7 +377,6 @@ class RankZero:
             rules=Rules(
                 checkpoint_steps=_CHECKPOINT_STEPS if often == "auto" else often,
                 checkpoint_seconds=_CHECKPOINT_SECONDS if often == "auto" else 0.0,
-                tick_seconds=context.tick.total_seconds(),
                 upload_from=config.store.minimum_valid_inner_step,
                 progress_steps=config.store.upload_steps if config.has_bucket else 0,
             ),

@@ -284,7 +284,6 @@ class Rules:
     checkpoint_steps: int  # inner steps between two checkpoints
     # Seconds of training between two checkpoints; both the steps and the seconds must have passed.
     checkpoint_seconds: float = 0.0
-    tick_seconds: float = 1.0  # seconds between two ticks
     upload_from: int = 0  # inner steps of an outer step before its first upload
     progress_steps: int = 0  # inner steps between two progress uploads; 0 if there are none
 

@@ -51,6 +51,7 @@ Subscriber = Callable[[ev.Event, MinerState], None]
 #: How long a boundary waits for an event when there is nothing to do: meanwhile the other ranks
 #: wait in the broadcast.
 IDLE_WAIT = 0.2  # seconds
+TICK = 1.0  # seconds between two ticks
 
 
 class Controller:
@@ -83,7 +84,7 @@ class Controller:
         self.adopt: Callable[[Network, Network], None] | None = None
         self._clock = clock
         self.idle_wait = IDLE_WAIT  # seconds
-        self._tick_due = Throttle(rules.tick_seconds, clock=clock)
+        self._tick_due = Throttle(TICK, clock=clock)
         self._pending: deque[Action] = deque()
         self._subscribers: list[Subscriber] = [blocks.on_event]
 

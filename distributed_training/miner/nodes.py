@@ -119,7 +119,6 @@ class Nodes:
         return ExitStatus.FAULT
 
     def _watch(self) -> None:
-        told = False
         while not self._closed.wait(LOOK):
             if self._hangs():
                 faulthandler.dump_traceback()
@@ -132,9 +131,7 @@ class Nodes:
                 leave(ExitStatus.FAULT)
             try:
                 if self._stop_wanted() and not self._stopped_elsewhere:
-                    if not told:
-                        self._store.add("stop", 1)
-                    told = True
+                    self._store.add("stop", 1)
                 elif (
                     self._me.rank == 0
                     and not self._stopped_elsewhere

@@ -8,8 +8,8 @@ bytes, whatever the command. Anything other than integers (a file, a close) stay
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from distributed_training.node.start import NetworkFailure
 
 from .events import COMMAND_INTEGERS, Command
-from .run_folder import RANK_STORE
+from .run_folder import RANK_STORE, RankEnvironment
 
 _SHARE_POLL = 0.1  # seconds between two checks for a shared value
 
@@ -104,53 +104,51 @@ class RankChannel:
 
 
 def join_ranks(
+    me: RankEnvironment,
     *,
-    environ: Mapping[str, str],
     timeout: timedelta,
     backend: str,
     collective_timeout: timedelta | None = None,
 ) -> RankChannel:
-    """Join the process group that the environment variables describe.
+    """Join the process group of all ranks as the rank ``me``.
 
     ``timeout`` covers every gloo collective of the control channel: if a rank does not reach a
     boundary within it, the miner ends (and is started again). ``collective_timeout`` covers each
     collective of the default group, which the model uses, and the meeting at rank 0's store; None
     means ``timeout``. Raises NetworkFailure if the ranks of several nodes do not meet.
     """
-    rank, world_size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
-    local = int(environ.get("LOCAL_WORLD_SIZE", world_size))
     of_model = collective_timeout or timeout
     try:
-        store = _store(environ, world_size, of_model)  # all ranks were started together
+        store = _store(me.world_size, of_model)  # all ranks were started together
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("pg", store),
-            rank=rank,
-            world_size=world_size,
+            rank=me.rank,
+            world_size=me.world_size,
             timeout=of_model,
         )
         # Create a gloo group in addition to NCCL: a command must not wait for work queued on a GPU.
-        group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
+        group = dist.new_group(backend="gloo", timeout=timeout) if me.world_size > 1 else None
     except RuntimeError as error:
         # On one machine there is no network between the ranks.
-        if local == world_size:
+        if me.local_world_size == me.world_size:
             raise
         # A firewall may allow only torchrun's port, and torch does not name the cause.
         raise NetworkFailure(
-            f"the ranks of the nodes did not meet at {environ['MASTER_ADDR']} "
+            f"the ranks of the nodes did not meet at {os.environ['MASTER_ADDR']} "
             f"({str(error).splitlines()[0]}), so all ranks start again: open all TCP ports "
             "between the nodes in each node's firewall (docs/several-machines.md)"
         ) from error
     return RankChannel(
-        rank=rank,
-        world_size=world_size,
+        rank=me.rank,
+        world_size=me.world_size,
         group=group,
         store=dist.PrefixStore("miner", store),
-        local_world_size=local,
+        local_world_size=me.local_world_size,
     )
 
 
-def _store(environ: Mapping[str, str], world_size: int, timeout: timedelta) -> dist.Store:
+def _store(world_size: int, timeout: timedelta) -> dist.Store:
     """Return the store through which the ranks meet.
 
     On one machine it is a file of the launcher that no other account can open. Under torchrun it is
@@ -160,14 +158,14 @@ def _store(environ: Mapping[str, str], world_size: int, timeout: timedelta) -> d
         return dist.HashStore()  # there is no other rank, so it needs neither a port nor a file
     # TCPStore authenticates nobody: any local account could read, change and delete its keys,
     # including the addresses that gloo and NCCL connect to.
-    if path := environ.get(RANK_STORE):
+    if path := os.environ.get(RANK_STORE):
         # The file grows by 50 bytes per block and rank, until the ranks start again.
         file = dist.FileStore(path, world_size)
         file.set_timeout(timeout)
         return file
     return dist.TCPStore(
-        environ["MASTER_ADDR"],
-        int(environ["MASTER_PORT"]),
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
         world_size,
         is_master=False,
         timeout=timeout,

@@ -142,7 +142,7 @@ def train(
     import_plugins(config.general.plugins)
     device = rank_device(config.miner.device, me.local_rank, remembered=remembered_gpus(folder))
     ranks = join_ranks(
-        environ=os.environ,
+        me,
         timeout=CONTROL_TIMEOUT,
         collective_timeout=COLLECTIVE_TIMEOUT,
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -175,14 +175,7 @@ def train(
             found = None
             if ranks.local_rank == 0:
                 require_published(config)
-                path, eos_id = fetch_tokenizer(config, folder)
-                if eos_id != info.eos_id:
-                    raise ConfigError(
-                        "tokenizer.name is a different tokenizer here than on node 0 (end of text "
-                        f"is token {eos_id}, there {info.eos_id}), so this node would train on "
-                        f"other tokens: remove {path} and start again"
-                    )
-                found = {"path": str(path)}
+                found = {"path": str(fetch_tokenizer(config, folder)[0])}
             shared = ranks.share(f"tokenizer-{node}", found)
             info = replace(info, tokenizer_path=shared["path"])
     context = RankContext(rules, folder, device, ranks, stop.events, stack)

@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 from distributed_training.miner.events import Action, Command, DataPart
 from distributed_training.miner.rank_group import rank_variables
 from distributed_training.miner.ranks import join_ranks
-from distributed_training.miner.run_folder import RANK_STORE
+from distributed_training.miner.run_folder import RANK_STORE, rank_environment
 from tests.tools import forked
 from tests.tools.waiting import wait_for
 
@@ -32,11 +32,7 @@ SCRIPT = [
 def _rank(rank: int, world_size: int, folder: str) -> None:
     os.environ.update(rank_variables(rank, world_size=world_size))
     os.environ[RANK_STORE] = str(Path(folder, "store"))
-    ranks = join_ranks(
-        environ=os.environ,
-        timeout=timedelta(seconds=30),
-        backend="gloo",
-    )
+    ranks = join_ranks(rank_environment(), timeout=timedelta(seconds=30), backend="gloo")
     listens = {c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"}
     assert listens <= {"127.0.0.1"}, listens  # nobody else's machine can talk to the ranks
     assert listens or rank != 0
@@ -70,7 +66,8 @@ RANK = """
 import os, sys, time
 from datetime import timedelta
 from distributed_training.miner.ranks import join_ranks
-ranks = join_ranks(environ=os.environ, timeout=timedelta(seconds=60), backend="gloo")
+from distributed_training.miner.run_folder import rank_environment
+ranks = join_ranks(rank_environment(), timeout=timedelta(seconds=60), backend="gloo")
 print("joined", flush=True)
 while ranks.rank == 0 and not os.path.exists(sys.argv[1]):
     time.sleep(0.01)

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -25,7 +24,7 @@ from distributed_training.config import Config
 from distributed_training.data.tokenizer import build_tokenizer
 from distributed_training.exchange import store_rounds
 from distributed_training.exchange.opening import open_exchange
-from distributed_training.miner import build, start
+from distributed_training.miner import build, loop, start
 from distributed_training.miner import events as ev
 from distributed_training.miner.build import StartupInfo
 from distributed_training.miner.ranks import RankChannel
@@ -103,8 +102,8 @@ def build_played(
         ranks.share("info", asdict(info))
     else:
         info = StartupInfo(**ranks.share("info", None))
-    tick = timedelta(milliseconds=1)
-    given = (config, folder, torch.device("cpu"), ranks, events, stack, tick)
+    loop.TICK = 0.001
+    given = (config, folder, torch.device("cpu"), ranks, events, stack)
     return start.build_rank(build.RankContext(*given), info, connections)
 
 

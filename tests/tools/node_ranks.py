@@ -7,13 +7,11 @@ after NODE_STEPS inner steps in total.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from distributed_training.config import Config
-from distributed_training.miner import build, start
+from distributed_training.miner import build, loop, start
 from distributed_training.miner import events as ev
 from distributed_training.miner.build import StartupInfo
 from tests.tools.member_world import open_played
@@ -29,7 +27,7 @@ def open_connections(config: Config, folder: Path, *given: Any, **named: Any) ->
 
 def build_rank(context: start.RankContext, info: StartupInfo, network: Any) -> start.Rank:
     """Build the product's rank; rank 0 stops after NODE_STEPS."""
-    rank = product_rank(replace(context, tick=timedelta(milliseconds=1)), info, network)
+    rank = product_rank(context, info, network)
 
     def on_event(event: ev.Event, state: Any) -> None:
         if isinstance(event, ev.InnerStepDone) and event.report.total_inner_steps == STEPS:
@@ -45,5 +43,5 @@ product_rank = start.build_rank
 
 def run_rank(config: Config) -> int:
     build.open_connections = open_connections
-    start.build_rank = build_rank
+    start.build_rank, loop.TICK = build_rank, 0.001
     return start.run_rank(config)

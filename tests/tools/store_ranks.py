@@ -29,6 +29,7 @@ from distributed_training.miner import events as ev
 from distributed_training.miner import start
 from distributed_training.miner.events import MinerState
 from distributed_training.miner.ranks import join_ranks
+from distributed_training.miner.run_folder import rank_environment
 from tests.tools.member_world import STORE_RULES, build_played, save_starts
 from tests.tools.miner_parts import config_of
 from tests.tools.small_miner import FLAGS
@@ -64,7 +65,7 @@ def killed_at(moment: str, event: ev.Event) -> bool:
 def run(moment: str, until: int, folder: Path, bucket: Path, exchange: str) -> None:
     store_rounds._INTERVAL, store_rounds._SOON = 0.2, 0.1
     config = store_config(exchange)
-    ranks = join_ranks(environ=os.environ, timeout=timedelta(seconds=60), backend="gloo")
+    ranks = join_ranks(rank_environment(), timeout=timedelta(seconds=60), backend="gloo")
     events: SimpleQueue[ev.Event] = SimpleQueue()
     stack = ExitStack()
     files, phase = defaultdict[str, set[str]](set), ["inner step"]

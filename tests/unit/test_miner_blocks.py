@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ pytestmark = pytest.mark.timeout(60)
 MODE = MinerState(mode=Mode.TRAINING, outer_step=3)
 STEP = ev.InnerStepDone(step_report(1))
 SKIPPED = ev.InnerStepDone(replace(step_report(1), skipped=True))
-OLD = Path(__file__).parents[1] / "vectors/checkpoints/store/checkpoint-001795884033442/rank-0.json"
 
 
 class World:
@@ -193,7 +191,6 @@ def test_a_restart_continues_at_the_sequence_and_the_page_of_the_checkpoint() ->
         ("micro-batch", 30, (30, 39), "flags, ranks or the micro-batch changed"),
         ("a disk", 30, (30, 39), "flags, ranks or the micro-batch changed"),
         ("uid", 0, (0, 9), "the checkpoint is of another uid"),
-        ("edition", 0, (0, 9), "or of an earlier edition"),
     ],
 )
 def test_pages_that_are_cut_differently_count_on_behind_those_before(
@@ -201,9 +198,6 @@ def test_pages_that_are_cut_differently_count_on_behind_those_before(
 ) -> None:
     caplog.set_level(logging.INFO)
     world, (state, cursor) = World(), saved_state()
-    if change == "edition":
-        old = json.loads(OLD.read_text())["extra"]
-        state, cursor = old["rank_zero"]["blocks"], old["data"]
     if change == "ranks":
         world.world_size = 3
     blocks = world.blocks(

@@ -97,16 +97,14 @@ def test_a_rank_that_hangs_ends_with_its_stacks(
     assert ended == [-1, ExitStatus.FAULT] and "Rank 1 hangs: it came to no" in caplog.text
 
 
-def test_ranks_that_do_not_meet_name_the_firewall() -> None:
-    environ = {
-        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0]),
-    }  # fmt: skip
+def test_ranks_that_do_not_meet_name_the_firewall(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_ports(1)[0]))
+    soon = timedelta(seconds=1)
     with pytest.raises(NetworkFailure, match=r"did not meet at 127\.0\.0\.1 .* all TCP ports"):
-        join_ranks(environ=environ, timeout=timedelta(seconds=1), backend="gloo")
-    alone = environ | {"LOCAL_WORLD_SIZE": "2"}
+        join_ranks(RankEnvironment(1, 0, 2, 1), timeout=soon, backend="gloo")
     with pytest.raises(RuntimeError):  # on one machine there is nothing to open
-        join_ranks(environ=alone, timeout=timedelta(seconds=1), backend="gloo")
+        join_ranks(RankEnvironment(1, 1, 2, 2), timeout=soon, backend="gloo")
 
 
 def test_a_check_before_torchrun_has_the_status_that_torchrun_loses(

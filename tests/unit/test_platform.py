@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import botocore.session
-import psutil
 import pytest
 from pydantic import SecretStr
 
@@ -62,26 +61,17 @@ def test_ranks_of_one_machine_meet_at_its_loopback(monkeypatch: pytest.MonkeyPat
     assert rank_environment_defaults(ranks=2)["GLOO_SOCKET_IFNAME"] == "lo"
 
 
-@pytest.mark.parametrize(
-    ("given", "kept"),
-    [("", False), ("eth9", False), ("lo,eth9", False), ("lo", True), ("=lo", True), ("ib0", True),
-     ("^docker0", True)],
-)  # fmt: skip
-def test_ranks_of_torchrun_use_the_interface_to_node_0_or_one_that_is_there(
-    given: str, kept: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("given", ["", "ib0", "^docker0"])
+def test_ranks_of_torchrun_use_the_interface_to_node_0_or_the_one_that_was_given(
+    given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     chosen = dict.fromkeys(names, given) if given else {}
-    kept_of_others = {name: value for name, value in os.environ.items() if name not in names}
+    others = {name: value for name, value in os.environ.items() if name not in names}
     place = {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "1"}
-    monkeypatch.setattr(os, "environ", kept_of_others | chosen | place)
-    there = psutil.net_if_addrs() | {"ib0": []}
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: there)
+    monkeypatch.setattr(os, "environ", others | chosen | place)
     program.set_rank_environment()
-    assert [os.environ[name] for name in names] == [given if kept else "lo"] * 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == (0 if kept or not given else 2)
-    assert not lines or f"GLOO_SOCKET_IFNAME={given} is ignored" in lines[0]
+    assert [os.environ[name] for name in names] == [given or "lo"] * 2
 
 
 AWS = sorted(
