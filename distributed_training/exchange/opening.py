@@ -55,10 +55,8 @@ def open_exchange(
         # Import it only here, so that a member of a store network loads nothing for hivemind.
         from .hivemind import HivemindRounds, Membership
 
-        master, after = (
-            config.miner.master_ss58_address,
-            config.rounds.average_after.total_seconds(),
-        )
+        master = config.miner.master_ss58_address
+        after = config.rounds.average_after.total_seconds()
         kind = partial(
             HivemindRounds,
             membership=Membership(member.chain.neurons, member.hotkey, master, after),

@@ -157,13 +157,31 @@ def resume(
     data: DataPipeline | None,
     connections: Connections | None,
 ) -> RankParts:
-    """Continue from the last checkpoint or from the network's weights. Collective."""
-    folder, config = context.folder, context.config
-    checkpointer = Checkpointer(
-        trainer=trainer, folder=folder / "checkpoints", keep=config.miner.keep_checkpoints
-    )
-    weights = connections.global_folder if connections else None
-    kept = resume_training(trainer, checkpointer, info, weights)
+    """Continue from the last checkpoint, or else from the network's weights. Collective.
+
+    Any checkpoint will do, because updates lead from its outer step to the network's. Training
+    continues at the network's place in the learning rate's schedule. Raises NetworkFailure if the
+    weights do not fit this model.
+    """
+    folder, keep = context.folder / "checkpoints", context.config.miner.keep_checkpoints
+    checkpointer = Checkpointer(trainer=trainer, folder=folder, keep=keep)
+    kept: dict[str, Any] = {}
+    if (restored := checkpointer.restore()) is not None:
+        progress, kept = restored
+        log.info(
+            "Resumed at outer step %d, inner step %d", progress.outer_step, progress.inner_step
+        )
+    else:
+        try:
+            weights = connections.global_folder / keys.MODEL if connections else None
+            trainer.load_global(weights, info.global_outer_step)
+        except ValueError as error:  # raised on all ranks alike, before anything was changed
+            raise NetworkFailure(
+                f"the network's weights do not fit this program ({error}), so nothing is trained: "
+                "look for a newer version; other weights are fetched as soon as they are published"
+            ) from None
+    # The checkpoint may be behind the network's known place in the schedule.
+    trainer.follow_schedule(info.global_outer_step, info.inner_steps)
     if data is not None:
         data.load_state_dict(kept.get("data", {}))
         if not kept:
@@ -585,46 +603,3 @@ def refuse_old_checkpoints(folder: Path) -> None:
             "this version cannot continue, so nothing was started: set --neuron.run_folder to a "
             "new folder; the weights come from the network"
         )
-
-
-def resume_training(
-    trainer: HeldWeights,
-    checkpointer: Checkpointer,
-    info: StartupInfo,
-    global_folder: Path | None,
-) -> dict[str, Any]:
-    """Load the last checkpoint, or the network's weights if there is none. Collective.
-
-    Any checkpoint will do, because updates lead from its outer step to the network's. Training
-    continues at the network's place in the learning rate's schedule.
-
-    Args:
-        trainer: This rank's weights.
-        checkpointer: Finds the last complete checkpoint.
-        info: What rank 0 found out.
-        global_folder: On rank 0 the folder with the network's weights; None on other ranks.
-
-    Returns:
-        What was kept in the checkpoint; empty on a fresh start.
-
-    Raises:
-        NetworkFailure: If the weights do not fit this model.
-    """
-    kept: dict[str, Any] = {}
-    if (restored := checkpointer.restore()) is not None:
-        progress, kept = restored
-        log.info(
-            "Resumed at outer step %d, inner step %d", progress.outer_step, progress.inner_step
-        )
-    else:
-        try:
-            weights = None if global_folder is None else global_folder / keys.MODEL
-            trainer.load_global(weights, info.global_outer_step)
-        except ValueError as error:  # raised on all ranks alike, before anything was changed
-            raise NetworkFailure(
-                f"the network's weights do not fit this program ({error}), so nothing is trained: "
-                "look for a newer version; other weights are fetched as soon as they are published"
-            ) from None
-    # The checkpoint may be behind the network's known place in the schedule.
-    trainer.follow_schedule(info.global_outer_step, info.inner_steps)
-    return kept

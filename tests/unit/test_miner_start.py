@@ -1,4 +1,4 @@
-"""Test a start without a global state to load."""
+"""Test how a rank starts: device, weights, checkpoint, registration, and how a start ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import signal
-import tarfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,19 +23,14 @@ from safetensors.torch import load_file
 
 from distributed_training.config import ConfigError
 from distributed_training.miner import build, network_watch, run_folder, start
-from distributed_training.miner.build import (
-    StartupInfo,
-    refuse_old_checkpoints,
-    resume_training,
-)
+from distributed_training.miner.build import RankParts, StartupInfo, refuse_old_checkpoints
 from distributed_training.miner.ranks import RankChannel
 from distributed_training.miner.run_folder import RankEnvironment
 from distributed_training.node import identity as node_chain
 from distributed_training.node.identity import Member
-from distributed_training.node.start import Deregistered, NetworkFailure, StopNow, WrongPlace
+from distributed_training.node.start import Deregistered, NetworkFailure, StopNow
 from distributed_training.protocol.types import ExitStatus, Progress
 from distributed_training.store.errors import StoreError
-from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.model import hf_config
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_world import MINER, VALIDATOR
@@ -56,7 +50,7 @@ def test_a_start_with_a_checkpoint_does_not_wait_for_the_network(tmp_path: Path)
 
 
 class _Dropped:
-    """Lets a SIGTERM arrive where Python drops what its handler raises."""
+    """Send a SIGTERM from a finalizer, where Python discards what the signal handler raises."""
 
     def __del__(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -90,25 +84,34 @@ def test_a_stop_ends_the_wait_for_weights(dropped: bool, monkeypatch: pytest.Mon
             signal.signal(each, handler)
 
 
-def test_weights_that_do_not_fit_end_a_first_start_and_are_not_asked_of_a_checkpoint() -> None:
+def resume(made: Any, info: StartupInfo, folder: Path = Path()) -> RankParts:
+    context: Any = SimpleNamespace(folder=folder, config=config_of())
+    return build.resume(context, info, made, None, None)
+
+
+def test_weights_that_do_not_fit_end_a_first_start_and_are_not_asked_of_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made, checkpointer = Mock(), Mock()
+    monkeypatch.setattr(build, "Checkpointer", lambda **_: checkpointer)
     made.load_global.side_effect = ValueError("layer.weight is not in it")
     checkpointer.restore.return_value = None
     info = StartupInfo(global_outer_step=7, inner_steps=90)
     with pytest.raises(NetworkFailure, match=r"do not fit this program \(layer\.weight"):
-        resume_training(made, checkpointer, info, None)
+        resume(made, info)
     checkpointer.restore.return_value = Progress(3, 5, 5), {"kept": 1}
-    assert resume_training(made, checkpointer, info, None) == {"kept": 1}
+    assert resume(made, info).kept == {"kept": 1}
     made.follow_schedule.assert_called_once_with(7, 90)
 
 
 @pytest.mark.usefixtures("process_group")
-def test_a_member_goes_to_the_networks_place_and_behind_it_by_its_own_steps() -> None:
+def test_a_member_goes_to_the_networks_place_and_behind_it_by_its_own_steps(tmp_path: Path) -> None:
     member, info = trainer(), StartupInfo(global_outer_step=4, inner_steps=200)
-    member.load_weights = Mock()  # the file is of no matter here
-    resume_training(member, Mock(restore=lambda: None), info, None)
+    member.load_weights = Mock()  # the file's content does not matter here
+    resume(member, info, tmp_path)
     assert member.total_inner_steps == 200
-    member.inner_step, member.total_inner_steps = 2, 77  # of an older checkpoint, after a roll-back
+    # As after a roll-back to an older checkpoint.
+    member.inner_step, member.total_inner_steps = 2, 77
     for outer_step, steps, place in ((7, 300, 77), (4, 0, 77), (4, 300, 302)):
         member.follow_schedule(outer_step, steps)
         assert member.total_inner_steps == place
@@ -123,19 +126,17 @@ def test_a_checkpoint_of_the_last_edition_is_taken_over_to_the_bit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was written in the middle of an inner step, after an upload of serial 4."""
-    folder = tmp_path / "checkpoints"
-    shutil.copytree(OLD / "store", folder)
-    refuse_old_checkpoints(folder)
+    shutil.copytree(OLD / "store", tmp_path / "checkpoints")
+    refuse_old_checkpoints(tmp_path / "checkpoints")
     made = trainer(model=tiny(hidden=8, layers=1, intermediate=8, vocab=11, heads=2), seed=7)
-    keeper = Checkpointer(trainer=made, folder=folder)
     with caplog.at_level(logging.INFO):
-        kept = resume_training(made, keeper, StartupInfo(), None)
-    assert kept["data"]["offset"] == 4 and keeper.exact
+        found = resume(made, StartupInfo(), tmp_path)
+    assert found.kept["data"]["offset"] == 4 and found.checkpointer.exact
     assert "holds epoch_starts, which this version does not know: left out" in caplog.text
     assert (made.outer_step, made.inner_step, made.outer.serial) == (0, 2, 4)
     weights = load_file(OLD / "store" / "weights.safetensors")
-    found = zip(made.schema, whole_weights(made) or [], strict=True)
-    assert all(torch.equal(weights[name], rows) for (name, _), rows in found)
+    pairs = zip(made.schema, whole_weights(made) or [], strict=True)
+    assert all(torch.equal(weights[name], rows) for (name, _), rows in pairs)
     for part in sequences(5, vocab=11).split(2)[2:]:
         report = made.add_micro_batch(part)
     assert report is not None and report.inner_step == 3
@@ -144,29 +145,18 @@ def test_a_checkpoint_of_the_last_edition_is_taken_over_to_the_bit(
 def test_a_checkpoint_of_the_old_hivemind_kind_is_refused_with_the_remedy(
     tmp_path: Path, rank_ends: Callable[..., Any]
 ) -> None:
-    folder = tmp_path / "checkpoints"
-    refuse_old_checkpoints(folder)  # a first start has none
-    shutil.copytree(OLD / "hivemind", folder)
-    with pytest.raises(WrongPlace, match="a new folder; the weights come from the network"):
-        refuse_old_checkpoints(folder)
-    with tarfile.open(OLD.parent / "run-folder-0.1.0.tar.xz") as old:
-        old.extraction_filter = getattr(tarfile, "data_filter", None)  # none before Python 3.11.4
-        old.extractall(tmp_path / "0.1.0")
-    with pytest.raises(WrongPlace):
-        refuse_old_checkpoints(tmp_path / "0.1.0" / "checkpoints")
-    before = sorted(folder.rglob("*"))
-
-    def train(config: Any, me: Any, place: Path, stop: Any, stack: ExitStack) -> Any:
-        build.open_connections(config, place, stack, lambda event: None)
-
-    status, (told, reason, outside) = rank_ends(train)
+    refuse_old_checkpoints(tmp_path / "checkpoints")  # a first start has none
+    shutil.copytree(OLD / "hivemind", tmp_path / "checkpoints")
+    nothing: Any = None
+    status, (told, reason, outside) = rank_ends(
+        lambda config, me, place, *_: build.open_connections(config, place, nothing, nothing)
+    )
     assert status == told == ExitStatus.BAD_CONFIGURATION and not outside
-    assert "old hivemind kind" in reason and "\n" not in reason
-    assert sorted(folder.rglob("*")) == before
+    assert "to a new folder; the weights come from the network" in reason and "\n" not in reason
 
 
 def test_a_rank_that_stops_as_ordered_has_not_failed() -> None:
-    """Each status of the miner counts so: else the launcher would end rank 0 while it closes."""
+    """With another status, the launcher would end rank 0 while it is still closing its parts."""
     other: Any = SimpleNamespace(rank_zero=None, loop=SimpleNamespace(run=lambda: 3))
     assert start.Rank.run(other) == (0, "")
 
@@ -182,7 +172,10 @@ def test_whatever_ends_rank_0s_start_ends_the_others_at_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Another node's torchrun would wait 300 s after status 0. ``wanted``: its own stop."""
+    """With status 0, another node's torchrun would wait 300 s.
+
+    ``wanted``: whether the rank itself was asked to stop.
+    """
     store, config = dist.HashStore(), config_of("--neuron.device", "cpu")
     zero, one = (
         RankChannel(rank=rank, world_size=2, group=None, store=store, local_world_size=local)
@@ -190,7 +183,7 @@ def test_whatever_ends_rank_0s_start_ends_the_others_at_once(
     )
     with pytest.raises(type(error)):
         build.share_start(config, zero, Mock(side_effect=error))
-    monkeypatch.setattr(start, "join_ranks", lambda **_: one)
+    monkeypatch.setattr(start, "join_ranks", lambda *_, **named: one)
     me = RankEnvironment(1, 1 % local, 2, local)
     with ExitStack() as stack:
         status, reason = start.train(config, me, tmp_path, Mock(wanted=wanted), stack)
@@ -208,11 +201,11 @@ class Ended(NamedTuple):
 def rank_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Callable[..., Any]], tuple[int, Ended | None]]:
-    """``run_rank`` of rank 0 with a played continuation after its first steps."""
+    """Run ``run_rank`` of rank 0 with another function in place of ``train``."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv(run_folder.RANK_STORE, "")  # as the launcher's ranks have it
+    monkeypatch.setenv(run_folder.RANK_STORE, "")  # set as in the launcher's ranks
     for name in ("die_with_parent", "write_stacks_on_signal", "start_log", "RankStop"):
         monkeypatch.setattr(start, name, lambda *_, **named: None)
     config = config_of()
@@ -230,7 +223,7 @@ def rank_ends(
 def test_problem_found_after_the_settings_may_pass(
     rank_ends: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Status 2 would leave the miner down until a person comes; the launcher tries again."""
+    """Status 2 would keep the miner down until somebody acts, so the launcher tries again."""
 
     def raises(error: Exception) -> Callable[..., Any]:
         def run(*_: object) -> None:
@@ -238,7 +231,7 @@ def test_problem_found_after_the_settings_may_pass(
 
         return run
 
-    for model in ({}, {"model_type": "nonsense"}):  # the validator corrects the global state
+    for model in ({}, {"model_type": "nonsense"}):  # the validator may correct the global state
         status, told = rank_ends(lambda *_, model=model: hf_config(model))
         assert status == told.status == ExitStatus.FAULT and told.outside
         assert "no model can be built" in told.reason
@@ -248,7 +241,7 @@ def test_problem_found_after_the_settings_may_pass(
     lost = Deregistered("no uid any more")
     assert rank_ends(raises(lost)) == (3, (ExitStatus.DEREGISTERED, str(lost), False))
     status, told = rank_ends(raises(RuntimeError("a bug")))
-    assert (status, told.outside) == (1, False), "trying for ever does not help"
+    assert (status, told.outside) == (1, False), "trying again without end does not help"
     assert "a bug" in caplog.text
 
 
@@ -259,7 +252,7 @@ def test_ranks_do_not_train_on_the_cpu_while_the_gpus_are_away(
     monkeypatch: pytest.MonkeyPatch,
     rank_ends: Callable[..., Any],
 ) -> None:
-    """The driver, or the fabric manager, is not ready after a reboot."""
+    """After a reboot the driver or the fabric manager may not be ready yet."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for module in (build, start):
         monkeypatch.setattr(module, "visible_gpu_count", lambda: shown)
@@ -302,7 +295,7 @@ def test_a_gpu_lost_in_mid_step_is_named_with_the_consequence(
     def train(*_: object) -> None:
         try:
             raise error
-        finally:  # what is closed meanwhile meets the dead GPU too
+        finally:  # closing the parts meets the failed GPU too
             raise ValueError("closing failed")
 
     status, (told, reason, outside) = rank_ends(train)
@@ -318,7 +311,7 @@ def test_a_gpu_lost_in_mid_step_is_named_with_the_consequence(
 
 
 class Lost:
-    """A miner's start on a chain that may not show its hotkey."""
+    """Start a miner on a chain that may not show its hotkey."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.ledger = folder, MemoryLedger()
