@@ -1,8 +1,8 @@
-"""A member meets each fault of each object of the store, while it runs, starts and joins.
+"""Test a member against each fault of each object of the store, while it runs, starts and joins.
 
-Nothing ends, nothing freezes and nobody is accused: the member takes the next sound thing. Once the
-owner of an object has written it again, or the founder has recovered the network, the member is at
-the network's head and sends its uploads.
+The member neither ends nor freezes, accuses nobody, and uses the next valid object. Once the owner
+of an object has written it again, or the founder has recovered the network, the member reaches the
+network's head and sends its uploads.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from tests.tools.store_network import MASTER, PERIOD, UID, FaultyStore, Leader, 
 
 pytestmark = pytest.mark.timeout(120)
 
-HELD = 3  # the outer step of the member when the fault comes
-MOST_LINES = 8  # of warnings, in all the hours of a case
+HELD = 3  # the member's outer step when the fault occurs
+MOST_LINES = 8  # warnings in all the simulated hours of a case
 Objects = dict[str, tuple[bytes, str, float]]
 
 
@@ -59,7 +59,7 @@ class World:
             self.leader.take_outer_step()
             self.follow(60)
         assert self.held == HELD
-        self.early = self.copy()  # what a backup has
+        self.early = self.copy()  # the content of a backup
         self.chain, self.serial = list(self.leader.chain), self.leader.serial
 
     def copy(self) -> Objects:
@@ -73,7 +73,7 @@ class World:
         return self.memory._objects[key][0]
 
     def begin(self, moment: str) -> None:
-        """Let the member continue, or another process in its place, or a newcomer."""
+        """Let the member continue, or replace it by a new process or by a newcomer."""
         if moment == "starting":
             self.miner = Miner(self.store, self.folder / "member", self.time, held=self.held)
         elif moment == "joining":
@@ -81,7 +81,7 @@ class World:
             self.held, self.sent = -1, []
 
     def follow(self, seconds: float) -> None:
-        """Do what the loop of a miner does, for that time."""
+        """Do what the loop of a miner does for ``seconds``."""
         until = self.time.passed + seconds
         while self.time.passed < until:
             if self.held < 0:
@@ -112,11 +112,11 @@ def damage(data: bytes) -> bytes:
 
 
 def unsigned(data: bytes) -> bytes:
-    """Return other bytes, or a file whose signature is another's."""
+    """Return the data with a signature that is not valid."""
     return data[:-20] + bytes(b ^ 1 if b != ord('"') else b for b in data[-20:-2]) + data[-2:]
 
 
-#: What lies there instead of an object: gets the world, and the key.
+#: Fault -> a function of the world and the key that returns what replaces the object.
 FAULTS: dict[str, Callable[[World, str], bytes | None]] = {
     "absent": lambda world, key: None,
     "older": lambda world, key: world.early.get(key, world.early[keys.STATE])[0],
@@ -141,7 +141,7 @@ CASES = list(itertools.product(OBJECTS, FAULTS, MOMENTS))
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
-    """Collect the warnings; whatever happens, there are few and none accuses anybody."""
+    """Collect the warnings, and assert that they are few and that none accuses anybody."""
     found: list[str] = []
     yield found
     found += [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
@@ -151,7 +151,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
 
 
 def move_on(world: World, steps: int = 4, **changes: Any) -> None:
-    """Let the network take outer steps that the member does not see; weights of the second."""
+    """Take outer steps that the member does not follow, the second one with whole weights."""
     for number in range(steps):
         world.leader.take_outer_step(whole=number == 1, **changes)
 
@@ -172,7 +172,7 @@ def test_a_bad_object_costs_nothing_but_itself(
     world.follow(PERIOD)
     if what not in ("state", "head manifest"):
         assert world.held == 7, "whole weights, or the updates, lead around it"
-    # Nobody repairs what is past; state and head are their owner's to write again.
+    # Nobody repairs past objects, but the owner of the state and the head writes them again.
     elif moment != "joining":
         assert world.held == HELD
     world.memory.put(key, good)
@@ -183,7 +183,7 @@ def test_a_bad_object_costs_nothing_but_itself(
 
 
 def stale(world: World, key: str, until: float) -> None:
-    """Let reads of a key answer with what was there before, up to ``until``."""
+    """Let reads of a key return its earlier content up to ``until``."""
     before = world.early.get(key)
 
     def get(found: Any) -> Any:
@@ -239,10 +239,10 @@ def test_head_and_get_may_come_from_two_replicas(
 def test_members_continue_after_a_recovery(
     left: str, others: str, moment: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The bucket is put back to outer step 3, or emptied, while members are at 7.
+    """The bucket is restored to outer step 3, or emptied, while members are at outer step 7.
 
-    Who writes in it before the founder notices: nobody, only the validator, or with it members
-    that were not there before, so that there are two histories.
+    Before the founder notices, nobody writes to it, or only the validator, or the validator with
+    new members, so that there are two histories.
     """
     world = World(tmp_path)
     move_on(world)
@@ -269,7 +269,7 @@ def test_members_continue_after_a_recovery(
     else:
         facts = world.miner.pass_time(PERIOD)
         assert not [fact for fact in facts if isinstance(fact, (Update, StopRequested))]
-    # There are two manifests of one number only if somebody took outer steps again.
+    # Two manifests of one outer step exist only if outer steps were taken again.
     accused = [fact for fact in facts if isinstance(fact, NetworkDiffers)]
     assert not accused or forked or (left == "nothing" and others != "nobody")
     world.leader.recover(above=20, to=0)
@@ -285,7 +285,8 @@ def test_members_continue_after_a_recovery(
     if moment != "joining":
         hints = [r.getMessage() for r in caplog.records if "dt-network recover" in r.getMessage()]
         assert hints or (others == "nobody" and left == "nothing")
-    # What was signed before the recovery, replayed by a thief of the store's key, means nothing.
+    # States signed before the recovery are refused, even if somebody with the store's key replays
+    # them.
     world.leader.take_outer_step()
     world.follow(PERIOD)
     now = world.copy()
@@ -296,7 +297,8 @@ def test_members_continue_after_a_recovery(
     world.put_back(now)
     world.leader.recover(above=30, to=22)
     world.follow(60)
-    world.put_back({**world.copy(), keys.STATE: now[keys.STATE]})  # the state of a recovery before
+    # The state of an earlier recovery.
+    world.put_back({**world.copy(), keys.STATE: now[keys.STATE]})
     world.follow(PERIOD)
     assert world.held == 31 and not rounds._chain.forked
 
@@ -305,7 +307,7 @@ def test_members_continue_after_a_recovery(
 def test_an_upload_that_the_store_confirmed_and_lost_is_sent_again(
     lasts: float, puts: int, tmp_path: Path
 ) -> None:
-    """It is not sent again where the store only answers late."""
+    """It is not sent again if the store only lags behind."""
     world = World(tmp_path)
     world.leader.serial += 1
     world.leader.put_state(grace=600.0)
@@ -345,7 +347,7 @@ def statement(signer: Keypair | None, **changes: Any) -> bytes:
 
 
 class NetworkWorld:
-    """A bucket with the validator's statement of version 2, and a member with that version."""
+    """Hold a bucket with the validator's statement of version 2, and a member of ``version``."""
 
     def __init__(self, version: int = 2) -> None:
         self.memory = MemoryObjectStore()
@@ -365,7 +367,7 @@ class NetworkWorld:
         self.watch = NetworkWatch(reader, network(version), None, self.posted.append)
 
     def look(self) -> list[str]:
-        """Return the problems that a look posts; it never ends a miner."""
+        """Compare once, and return the problems that are posted."""
         self.posted.clear()
         self.watch.compare()
         return [event.cause for event in self.posted]
@@ -390,7 +392,7 @@ MEANINGLESS = {
 @pytest.mark.parametrize("moment", ["running", "starting"])
 @pytest.mark.parametrize("fault", [*MEANINGLESS, "older"])
 def test_a_statement_that_the_master_did_not_sign_means_nothing(fault: str, moment: str) -> None:
-    """No red verdict follows, and the validator writes it again."""
+    """No bad verdict follows, and the validator writes the statement again."""
     world = NetworkWorld()
     assert world.look() == []
     make = MEANINGLESS.get(fault)
@@ -427,7 +429,7 @@ def test_a_bucket_that_another_master_has_claimed_first_is_left(tmp_path: Path) 
     with pytest.raises(WrongPlace):
         world.claim()
     assert world.memory.get(keys.NETWORK, limit=9999) == theirs
-    # Where the state is ours, that statement is a thief's of the store's key.
+    # If the state is ours, somebody with the store's key has forged that statement.
     world.memory.put(keys.STATE, signed_state())
     world.claim()
     assert world.look() == []

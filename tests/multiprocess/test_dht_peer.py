@@ -1,4 +1,4 @@
-"""Test what a peer process leaves on the disk. Its rounds: tests/promises."""
+"""Test what a peer process leaves on the disk; tests/promises tests its rounds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_peer_that_is_killed_leaves_nothing_behind(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="peer-") as folder:
-        place = Path(folder, name)  # in the long one no socket can be made
+        place = Path(folder, name)  # no socket fits into the long path
         place.mkdir()
         monkeypatch.setenv("TMPDIR", str(place))
         identity, note = tmp_path / "identity", tmp_path / "peer-scratch"

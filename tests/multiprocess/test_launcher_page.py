@@ -1,4 +1,4 @@
-"""The page that a miner's launcher starts: small, without secrets, and never in its way."""
+"""Test the page that a miner's launcher starts: it is small, restarted, and no burden."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import psutil
 import pytest
 
 from tests.multiprocess.test_launcher_tree import Launched, launch_fakes  # noqa: F401
-from tests.tools.chain_world import answers
 from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 ADDRESS = re.compile(r"page: (http://127\.0\.0\.1:\d+/)")
 PORT = ("--neuron.page_port", "0")
-LARGEST_BYTES = 80e6  # of the page's process
+LARGEST_BYTES = 80e6  # limit for the page's process
 
 
 def address(launcher: Launched) -> str:
@@ -64,14 +63,3 @@ def test_a_page_that_is_killed_costs_a_line_and_it_ends_with_a_killed_launcher(
     assert miner.listening and miner.process.poll() is None
     miner.process.kill()
     wait_for(lambda: not page.is_running(), "the page's end")
-
-
-def test_a_port_that_is_taken_costs_a_line(launched: Callable[..., Launched]) -> None:
-    with answers(lambda request: (404, b"another program's")) as taken:
-        port = str(taken)
-        miner = launched("wait", flags=("--neuron.page_port", port))
-        miner.wait_ready()
-        wait_for(lambda: "The page waits for" in miner.output, "the line")
-        (line,) = [x for x in miner.output.splitlines() if "page" in x and "WARNING" in x]
-        assert "is taken" in line and "give another --neuron.page_port" in line
-        assert miner.listening and miner.process.poll() is None

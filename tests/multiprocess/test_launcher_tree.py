@@ -1,8 +1,9 @@
-"""The launcher with real processes; only the ranks' work is left out.
+"""Test the launcher with real processes, whose ranks train nothing.
 
-The first part is a matrix: who is killed, at which moment, and what must hold. Further rows, with
-training: a member's ranks at each moment of a round and of a write (``tests/promises``), every kind
-of process in a whole network (``tests/end_to_end/test_kills.py``), a machine (``test_nodes.py``).
+The first part kills each process at each moment and checks what must hold. Other files do so with
+training: ``tests/promises`` (a member's ranks at each moment of a round and of a write),
+``tests/end_to_end/test_kills.py`` (every kind of process in a whole network) and ``test_nodes.py``
+(a machine).
 """
 
 from __future__ import annotations
@@ -49,13 +50,14 @@ class Launched:
         self.folder = folder
         hotkey = folder.with_suffix(".wallets") / "default" / "hotkeys" / "default"
         hotkey.parent.mkdir(parents=True, exist_ok=True)
-        hotkey.touch()  # the fake rank reads none; the launcher wants one to be there
+        hotkey.touch()  # the launcher requires a hotkey, which the fake rank does not read
         wallets = {"BT_WALLET_PATH": str(hotkey.parents[2])}
         self.log = folder.with_suffix(".log")
         self.log.touch()
         self._hour = folder.with_suffix(".hour")
         self.importing = folder.with_suffix(".importing")
-        self.tree = Tree()  # all that it starts: it is itself a fork with another environment
+        # The processes that it starts; it is itself a fork with another environment.
+        self.tree = Tree()
         if imports:
             self.importing.touch()
         where = ["--neuron.run_folder", str(folder), "--nproc_per_node", str(ranks)]
@@ -109,16 +111,13 @@ class Launched:
         return self.process.wait(seconds)
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Ask for a stop as an operator does, which ends it well and leaves no process."""
+        """Request a stop as an operator does; assert status 0, and that no process is left."""
         self.send(number)
         assert self.wait() == 0, self.output
         assert not self.tree.processes()
 
     def pass_an_hour(self) -> None:
-        """For the watchdog: ranks that came to no boundary in it hang, whatever the machine's pace.
-
-        Returns when it has passed.
-        """
+        """Let an hour pass for the watchdog, so that ranks without a boundary count as hung."""
         self._hour.touch()
         wait_for(lambda: not self._hour.exists(), "the watchdog's next look")
 
@@ -141,7 +140,7 @@ def launch_fakes(tmp_path: Path) -> Iterator[Start]:
 
 
 def importing(run: Launched, ranks: int) -> list[psutil.Process]:
-    """Return the ranks, once each of them imports."""
+    """Return the ranks once each of them is importing."""
     marks = [run.importing.with_name(f"{run.importing.name}-{rank}") for rank in range(ranks)]
     wait_for(lambda: all(mark.exists() for mark in marks), "the imports")
     for mark in marks:
@@ -260,7 +259,7 @@ def test_a_stop_reaches_rank_zero_and_ends_all_ranks(launched: Start) -> None:
     secret = KEYS["R2_WRITE_SECRET_ACCESS_KEY"]
     wait_for(lambda: (run.folder / "ready-0").read_text() == secret, "rank 0 has the keys")
     for process in run.tree.processes():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ended since it was listed
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since it was listed
             assert secret not in process.environ().values(), process.cmdline()
             assert secret not in " ".join(process.cmdline())
     run.stop(signal.SIGINT)
@@ -300,7 +299,7 @@ def test_rank_zero_may_need_longer_than_the_others_to_close(
     run = launched("slow-close", ranks=2)
     assert run.wait() == 3, run.output
     assert "Stopped with status 3: as told" in run.output
-    assert "Rank 0 (pid" not in run.output  # its own line says why
+    assert "Rank 0 (pid" not in run.output  # the line that rank 0 wrote gives the reason
     assert "ending them" not in run.output
 
 
@@ -315,5 +314,5 @@ def test_two_miners_do_not_share_a_folder(launched: Start) -> None:
     assert first.shown.pid == first.process.pid and first.shown.state == "starting"
     (first.folder / "ready-0").unlink()
     first.stop()
-    second.wait_ready()  # it continues by itself
+    second.wait_ready()  # it starts by itself
     second.stop()

@@ -1,4 +1,4 @@
-"""Orders, votes and readiness over real gloo processes."""
+"""Test commands, votes and readiness of data over real gloo processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _rank(rank: int, world_size: int, folder: str) -> None:
     os.environ[RANK_STORE] = str(Path(folder, "store"))
     ranks = join_ranks(rank_environment(), timeout=timedelta(seconds=30), backend="gloo")
     listens = {c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"}
-    assert listens <= {"127.0.0.1"}, listens  # nobody else's machine can talk to the ranks
+    assert listens <= {"127.0.0.1"}, listens  # no other machine can connect to the ranks
     assert listens or rank != 0
     lines = [str(ranks.share("start", {"uid": 227} if rank == 0 else None))]
     for command in SCRIPT:
@@ -75,7 +75,7 @@ print(ranks.share("start", {"uid": 227} if ranks.rank == 0 else None), flush=Tru
 ranks.close()
 """
 
-#: Another account of this machine: it knows the addresses, the names of the keys and of the file.
+#: A program of another account, which knows the ports and the names of the keys and of the file.
 STRANGER = """
 import os, sys, threading, time
 from datetime import timedelta
@@ -109,7 +109,7 @@ os._exit(0)
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can play another account")
 def test_another_account_of_the_machine_cannot_reach_the_ranks_store(tmp_path: Path) -> None:
-    memory = os.memfd_create("ranks")  # as the launcher makes it
+    memory = os.memfd_create("ranks")  # as the launcher creates it
     store, go = f"/proc/{os.getpid()}/fd/{memory}", tmp_path / "go"
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "stranger.py").write_text(STRANGER)

@@ -38,7 +38,7 @@ AGAIN = 90.0  # seconds from the kill until training continues
 
 
 def rank_environment(folder: Path, *, steps: int, keys: bool) -> dict[str, str]:
-    """Return the variables of ranks that stop after ``steps``. ``keys``: as on node 0."""
+    """Return variables for ranks that stop after ``steps``. ``keys``: with keys, as on node 0."""
     here = f"{ROOT}{os.pathsep}{ROOT}/tests{os.pathsep}{ROOT}/tests/multiprocess"
     return (
         {name: text for name, text in os.environ.items() if not name.startswith("R2_")}
@@ -63,7 +63,7 @@ class Node:
         self._again = False
 
     def start(self, *, steps: int, ranks: int = 1, again: bool = True, **changes: str) -> None:
-        """``steps``: inner steps after which the miner stops; ``changes``: of flags."""
+        """Start the node. ``steps``: inner steps after which it stops; ``changes``: more flags."""
         network = network_file(self.folder.with_suffix(".network"), RULES)
         flags = FLAGS | {"network": network, "neuron.run_folder": str(self.folder)} | changes
         command = [*self.command, "--nproc_per_node", str(ranks), "--", *COMMON]
@@ -171,7 +171,7 @@ def _all_ended_well(pair: Pair, *, steps: int) -> None:
 
 
 def _straight(folder: Path, *, ranks: int, steps: int) -> dict[int, float]:
-    """Return the losses of one machine with as many ranks, under plain torchrun."""
+    """Return the losses of as many ranks on one machine, under torchrun."""
     (port,) = free_ports(1)
     one = Node(folder / "one", 0, "127.0.0.1", port, [])
     one.command[one.command.index("--nnodes") + 1] = "1"
@@ -202,7 +202,7 @@ def test_a_stop_of_one_node_saves_on_both(pair: Pair, tmp_path: Path) -> None:
 
 
 def _resumed(node: Node) -> list[str]:
-    """Return the inner steps from which training continued."""
+    """Return the inner steps from which the node has continued."""
     return re.findall(r"Resumed at outer step 0, inner step (\d+)", node.output)
 
 

@@ -1,8 +1,8 @@
-"""Rounds over hivemind with each disturbance: every close leads to an outer step.
+"""Test that every close over hivemind leads to an outer step, whatever disturbs the all-reduce.
 
-Real DHT peers on loopback, the real validator, judge and merge. A disturbance may cost the average
-of a round, never the round: all members start each outer step with the same bits, and the manifest
-says what was wrong where the uploads show it.
+The DHT peers, the validator, the judge and the merge are real, on loopback. A disturbance may cost
+the average of a round, but never the round: all members start each outer step with the same bits,
+and the manifest says what was wrong if the uploads show it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ BAD = 5  # uid of the member that misbehaves
 
 @dataclass(frozen=True)
 class Disturbance:
-    """``kind``: of the bad peer; ``during``: what else happens in each round.
+    """Describe a disturbance and its outcome.
 
-    ``sources``: what updates may follow from; ``why``: words of the reason in a manifest;
-    ``named``: the manifest names the culprit among those whose parts differ.
+    ``kind``: how the bad peer misbehaves; ``during``: what else happens in each round; ``sources``:
+    what updates may be made from; ``why``: words of the reason in a manifest; ``named``: whether
+    the manifest names the bad member among those whose parts differ.
     """
 
     kind: str = ""
@@ -52,19 +53,19 @@ class Disturbance:
 
 
 def _kill_peer(world: HivemindWorld, _: int) -> None:
-    with suppress(ProcessLookupError):  # the last kill's next start is still awaited
+    with suppress(ProcessLookupError):  # it has not been restarted since the last kill
         os.kill(world.peers[BAD].process.pid, signal.SIGKILL)
 
 
 def _kill_p2pd(world: HivemindWorld, _: int) -> None:
-    with suppress(psutil.NoSuchProcess):  # as above
+    with suppress(psutil.NoSuchProcess):  # the same
         for process in psutil.Process(world.peers[BAD].process.pid).children(recursive=True):
             if process.name() == "p2pd":
                 process.kill()
 
 
 def _kill_all_peers(world: HivemindWorld, n: int) -> None:
-    """Kill every peer before the third round; they are back for the fifth."""
+    """Kill every peer before the third round; they are running again in the fifth."""
     if n == 3:
         for peer in world.peers.values():
             os.kill(peer.process.pid, signal.SIGKILL)
@@ -106,7 +107,7 @@ def world_of(tmp_path: Path) -> Iterator[Callable[..., HivemindWorld]]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HivemindWorld]:
-    """A network after its first outer step, which has no norm to go by and so no average."""
+    """Yield a network after its first outer step, which has no average: no norm is known yet."""
     world = HivemindWorld(tmp_path_factory.mktemp("network"))
     first = world.average_round().averaging
     assert first is not None and first.source == "merge" and "nothing was merged" in first.why
@@ -123,7 +124,7 @@ def run(world: HivemindWorld, case: Disturbance, closes: int) -> list[Manifest]:
         manifests.append(world.average_round(silent=case.silent))
         assert manifests[-1].outer_step == before + n
         for miner in world.miners.values():
-            miner.apply()  # asserts the digest of the weights that each computes by itself
+            miner.apply()  # asserts the digest of the weights, which each member computes itself
     return manifests
 
 
@@ -188,8 +189,8 @@ def test_a_stranger_joins_aggregates_and_downloads_nothing(shared: HivemindWorld
         check=True,
     ).stdout
     found = json.loads(out.splitlines()[-1])
-    # The peer refuses the call. Its daemon may close the stream before all of the call was sent, or
-    # before the refusal was read; then the caller got nothing.
+    # The peer refuses the call. If its daemon closes the stream before the caller has sent all or
+    # has read the refusal, the caller gets nothing.
     refused = {"PROTOCOL_VIOLATION", "BrokenPipeError", "nothing"}
     assert {found["join"], found["aggregate"]} <= refused
     assert found["download"] == "nothing"
@@ -218,7 +219,7 @@ def test_a_validator_killed_after_the_average_and_one_on_an_empty_disk_take_the_
     manifest = world.average_round()
     assert manifest.averaged and manifest.averaging.difference < 0.01
     assert keys.outer_key(step + 1, keys.AVERAGE) in world.bucket.objects
-    # Weights and momentum follow from the published average, on another disk and in an audit.
+    # On another disk and in an audit, weights and momentum follow from the published average.
     digests = world.validator.steps.values.digests
     world.restarted(folder=tmp_path / "empty")
     assert world.validator.steps.values.digests == digests
@@ -235,7 +236,7 @@ def test_all_processes_of_a_peer_end_with_any_of_them_and_start_again(
     for killed in ("peer process", "fork", "p2pd"):
         first, starts = psutil.Process(peer.process.pid), len(peer.readies)
         tree = [first, *first.children(recursive=True)]
-        assert len(tree) >= 4  # itself, DHT, p2pd, averager
+        assert len(tree) >= 4  # the peer process, the DHT, p2pd and the averager
         by_kind = {"peer process": first, "fork": first.children()[0]}
         by_kind |= {process.name(): process for process in tree if process.name() == "p2pd"}
         by_kind[killed].kill()

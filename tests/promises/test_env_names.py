@@ -1,4 +1,4 @@
-"""``.env`` of the guides: each name is read, with and without ``export``."""
+"""Test that each name of the guides' ``.env`` is read, with and without ``export``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.tools.settings import load_config
 
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
-#: What the guides tell an operator to write.
+#: The names that the guides tell an operator to write.
 NAMES = (
     "R2_ACCOUNT_ID",
     "R2_READ_ACCESS_KEY_ID",

@@ -1,6 +1,6 @@
-"""Exit statuses: what pm2 acts on, what the reference promises, and a refused start's.
+"""Test the exit statuses that pm2 acts on and the reference promises, and that of a refused start.
 
-A stop with status 0 is in test_networks.py, a restart by status in test_pm2.py.
+test_networks.py tests a stop with status 0, and test_pm2.py tests restarts by status.
 """
 
 from __future__ import annotations

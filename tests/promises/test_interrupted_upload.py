@@ -1,6 +1,6 @@
-"""An interrupted upload, and ``scripts/abort_multipart_uploads.py`` as operators run it.
+"""Test an interrupted upload, and ``scripts/abort_multipart_uploads.py`` as operators run it.
 
-Members of both exchanges send by the same code.
+Members of both exchanges send uploads with the same code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(autouse=True)
 def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the tests' own away: all comes from the file."""
+    """Remove the keys of the test run, so that all keys come from the file."""
     for name in os.environ:
         if name.startswith(("R2_", "AWS_")):
             monkeypatch.delenv(name)

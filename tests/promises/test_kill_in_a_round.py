@@ -1,4 +1,4 @@
-"""A member over real ranks, in both exchanges: kills and stops at each moment of a round."""
+"""Kill and stop a member with real ranks at each moment of a round, over both exchanges."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 SCRIPT = Path(__file__).parents[1] / "tools" / "store_ranks.py"
 SECONDS = 120.0
-#: Files that a member runs through on rank 0, by what happens; all before a line count for it too.
+#: Files that rank 0 of a member executes in each phase, in addition to those of earlier phases.
 PHASES = {
     "": (
         "telemetry/verdict telemetry/facts miner/build miner/network_watch common/files "
         "common/processes data/shards chain/base node/identity "
-        # Each 15 s, which a busy machine needs: the file of metrics, and a span of the verdict.
+        # These run every 15 s, for the metrics file and the verdict.
         "exchange/store_rounds protocol/network_report"
     ),
     "inner step": (
@@ -56,7 +56,7 @@ KILLS = ("taken", "written", "sent", "prepared", "committed")
 
 
 class World:
-    """A miner of ``ranks`` ranks, its folder, and the network's bucket with its leader."""
+    """Hold a miner of ``ranks`` ranks, its folder, and the network's bucket with its leader."""
 
     def __init__(self, folder: Path, ranks: int = 2, exchange: str = "store") -> None:
         self.exchange = exchange
@@ -98,7 +98,7 @@ class World:
 def world(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[World]:
     world = World(tmp_path, exchange=getattr(request, "param", "store"))
     yield world
-    for ranks in world.started:  # of a test that failed
+    for ranks in world.started:  # still running if a test has failed
         ranks.kill()
 
 
@@ -117,8 +117,8 @@ def test_a_kill_at_any_moment_of_a_round_leaves_each_epoch_start_equal_to_the_bi
         if moment in ("prepared", "committed"):
             leader.take_outer_step(UID)
         ranks.finish(killed=True)
-        # The next process finishes this one's upload, or writes it again; and it applies this
-        # one's outer step once more.
+        # The next process finishes the upload of the killed process or writes another, and applies
+        # the outer step again.
         ranks = world.start("none", outer + 1)
         if leader.outer_step == outer:
             leader.take_outer_step(UID)
@@ -137,7 +137,7 @@ def test_a_kill_at_any_moment_of_a_round_leaves_each_epoch_start_equal_to_the_bi
     assert leader.outer_step == len(KILLS) + 1
     fates = {(e["ok"], e["base"]) for e in world.events("round")}
     assert fates == {(True, "merged")}, world.log()
-    # With nobody else there is no average, which costs nothing.
+    # Without other members there is no average, which costs nothing.
     assert (lines.ALL_REDUCE_START in world.log()) == (world.exchange == "hivemind")
 
 
@@ -160,10 +160,10 @@ def test_a_stop_in_a_round_and_a_close_that_moves_cost_nothing(world: World) -> 
 def test_a_member_has_nothing_of_hivemind_in_its_memory_and_nobody_can_connect_to_it(
     tmp_path: Path,
 ) -> None:
-    """It runs through no other files than those of PHASES."""
+    """Also check that it executes no files other than those in PHASES."""
     world = World(tmp_path, ranks=1)
     environ = {**os.environ, **rank_variables(0, world_size=1)}
-    # Not a fork, whose server has imported all that tests need.
+    # Do not fork it, since the fork server has imported much more than a member does.
     log = (world.folder / "traced.log").open("w")
     places = str(world.folder), str(world.bucket), world.exchange
     process = subprocess.Popen(
@@ -192,6 +192,6 @@ def test_a_member_has_nothing_of_hivemind_in_its_memory_and_nobody_can_connect_t
     assert said.format(*counts) in (SCRIPT.parents[2] / "docs/architecture.md").read_text()
     for phase, names in PHASES.items():
         listed |= {f"{name}.py" for name in names.split()}
-        # Those of the registry are the played chain's.
+        # The simulated chain uses files of the registry.
         run = {name for name in files.get(phase, []) if not name.startswith("registry/")}
         assert run - listed == set(), phase

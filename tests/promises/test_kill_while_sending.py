@@ -1,4 +1,4 @@
-"""A member of a store network that is killed at each step of sending and fetching, and started."""
+"""Kill a member of a store network at each step of sending and fetching, and start it again."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ KEY = keys.upload_key(UID, 3, 5)
 
 
 class Killed(BaseException):
-    """The process ends here; nobody catches it."""
+    """Stands for the end of the process, so nothing catches it."""
 
 
 class Life:
-    """Counts steps that reach store or disk; the process dies before or after step ``ends_at``."""
+    """Counts steps that reach the store or the disk, and ends the process at step ``ends_at``."""
 
     def __init__(self) -> None:
         self.ends_at = -1
         self.steps = 0
-        self._counting = threading.Lock()  # steps are taken by several threads
+        self._counting = threading.Lock()  # several threads take steps
 
     def begin(self, ends_at: int = -1) -> None:
         self.ends_at, self.steps = ends_at, 0
@@ -49,7 +49,7 @@ class Life:
             before = self.steps
             self.steps += 2
         if self.ends_at in (before, -2):
-            self.ends_at = -2  # the other threads of it end, too
+            self.ends_at = -2  # its other threads end too
             raise Killed
         found = real(*args, **kwargs)
         if self.ends_at in (before + 1, -2):
@@ -59,7 +59,7 @@ class Life:
 
 
 class MortalStore:
-    """A store that a process uses as long as it lives."""
+    """Passes each call of a process to a store until the process is killed."""
 
     def __init__(self, store: Any, life: Life) -> None:
         self._store = store
@@ -76,7 +76,7 @@ class MortalStore:
 
 @pytest.fixture(scope="module")
 def life() -> Any:
-    """All that a process writes on its disk passes here, too."""
+    """Return a life that also counts everything that a process writes to its disk."""
     life = Life()
     with pytest.MonkeyPatch.context() as patch:
         for module, names in (
@@ -97,7 +97,7 @@ def folder_store(place: Path) -> Any:
 
 
 PART = 1000  # bytes of a part
-#: A life: the step at which it ends, and whether its checkpoint knows of no upload that was begun.
+#: Lives of a process: the step at which it ends, and whether it writes another file than before.
 LIVES = st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=5)
 
 
@@ -121,7 +121,7 @@ def test_after_a_kill_one_close_has_one_file_and_its_note(
                 uploads = OwnUploads(MortalStore(real, life), folder, UID)
                 begun = uploads.begun(CLOSE)
                 new = b"%d" % number * (PART + 7 if in_parts else 5)
-                # A checkpoint from before the upload knows nothing of it, and writes another one.
+                # A process whose checkpoint is older than the upload writes another file.
                 data = new if another or not begun else written
                 uploads.path(CLOSE).write_bytes(data)
                 if not begun:
@@ -132,7 +132,7 @@ def test_after_a_kill_one_close_has_one_file_and_its_note(
                 except Killed:
                     found = None
                 life.begin()
-                # Its first claim decides, once it is on the disk.
+                # The first claim decides, once it is on the disk.
                 if not uploads.begun(CLOSE):
                     written = b""
                 seen = real.get(KEY, limit=10**8)
@@ -170,7 +170,7 @@ def test_a_sending_that_a_kill_ended_is_gone_on_with(tmp_path: Path, life: Life)
     posted = again.pass_time(5)
     assert [type(fact) for fact in posted] == [UploadEnded]
     assert store.get(keys.upload_key(UID, 0, close.serial), limit=99) == b"our upload"
-    # And a third one, which finds that it was sent, neither sends nor asks for another.
+    # A third process sees that the upload was sent, so it neither sends it nor asks for another.
     third = Miner(store, tmp_path / "rounds", time)
     assert not [fact for fact in third.pass_time(5) if isinstance(fact, (Close, UploadEnded))]
     third.send(close)
@@ -184,7 +184,7 @@ def test_a_sending_that_a_kill_ended_is_gone_on_with(tmp_path: Path, life: Life)
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_fetch_that_is_killed_anywhere_continues(tmp_path: Path, life: Life, whole: bool) -> None:
-    """No half file is ever taken for a whole one."""
+    """An incomplete file must never be used as a complete one."""
     ends_at, killed = 0, True
     while killed:
         life.begin()

@@ -1,8 +1,8 @@
-"""Join, expulsion, audit, rewind, and a validator on an empty disk: in a network of each exchange.
+"""Test join, expulsion, audit, rewind and a validator on an empty disk, over each exchange.
 
-Real validator, judge and merge; over hivemind a real DHT peer for each member. The programs that an
-operator types for these are in tests/multiprocess (test_join.py, test_registry.py) and in
-tests/unit/test_chain_command.py.
+The validator, the judge and the merge are real, and over hivemind so is each member's DHT peer.
+tests/multiprocess (test_join.py, test_registry.py) and tests/unit/test_chain_command.py test the
+commands that operators use for this.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NEWCOMER, EXPELLED = 31, 5
 
 
 class OverStore(StoreWorld):
-    """A store network, with a bucket for each member, who may also come later."""
+    """A store network with a bucket for each member, including members that join later."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, own=True, keep_uploads=4)
@@ -57,7 +57,7 @@ World = OverStore | OverHivemind
 def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:
-    """One network of each exchange for all tests; each of them continues where it stands."""
+    """Yield one network per exchange, which all tests use one after the other."""
     make: Callable[[Path], World] = request.param
     made = make(tmp_path_factory.mktemp("world"))
     yield made
@@ -69,7 +69,7 @@ def master_of(world: World) -> Master:
 
 
 def audited(world: World, folder: Path) -> ManifestChain:
-    """Return the chain of the bucket, after an audit that has found no problem."""
+    """Audit the bucket's chain, assert that there is no problem, and return the chain."""
     chain = ManifestChain(BucketReader(world.bucket), world.schema, folder, master_of(world))
     found = chain.audit()
     assert not found.problems and found.outer_step == world.state.outer_step
@@ -94,7 +94,7 @@ def test_an_audit_a_rewind_and_a_validator_on_an_empty_disk(world: World, tmp_pa
     world.restarted(folder=tmp_path / "after")
     assert world.manifest(head + 1).rewound_to == back
     assert digest_of(world.validator.state.weights) == world.manifest(back).weights
-    for miner in world.miners.values():  # members fetch the weights of a rewind whole
+    for miner in world.miners.values():  # after a rewind members fetch whole weights
         miner.start, miner.outer_step = [*world.validator.state.weights], head + 1
     if isinstance(world, OverHivemind):
         world.await_peers()

@@ -1,8 +1,8 @@
-"""A small network of each exchange: what it keeps of the promises, in its logs, events and bucket.
+"""Test the promises in the logs, events and buckets of a small network of each exchange.
 
-One network per exchange runs for all tests of this file; each test looks at one promise. The second
-miner's inner steps are held until a close has come too early for it, and then continue. Before the
-last outer step a process of each miner is killed. The network over the store runs each day.
+One network per exchange runs for all tests of this file, and each test checks one promise. The
+second miner takes no inner step until a close has come too early for it. Before the last outer step
+a process of each miner is killed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 WAIT = timedelta(seconds=450)
-#: Of the guides of the public network. A rule of the network's file holds in the place of some.
+#: Flags of the public network's guides. Rules of the network's file take precedence over some.
 FLAGS = {
     "--neuron.local_batch_size_train_effective": "256",
     "--neuron.upload_steps": "20",
@@ -58,20 +58,21 @@ PROGRESS = re.compile(r"Upload Model Start(.|\n)*?Successfully pushed .* with ta
 
 @dataclass
 class Network:
-    """What a network left. ``logs``: of its two miners; the second one was held at first."""
+    """Hold what a network has left. ``logs``: the logs of its two miners."""
 
     exchange: str
     subnet: LocalSubnet
     logs: list[str]
     manifests: list[Manifest]
     audit: Audit
-    objects: set[str]  # keys of the members' uploads: own buckets, or the network's
+    objects: set[str]  # keys in the buckets to which members upload
     secrets: set[str]
     command_lines: list[str]
     kills: list[kills.Kill]
-    checks: tuple[int, dict[str, dict[str, Any]]]  # the doctor's of the last miner: status, by name
-    probe: tuple[int, str]  # a second machine's, of the last miner's peer
-    verdicts: dict[str, Any]  # of dt-score
+    # The doctor's exit status for the last miner, and its checks by name.
+    checks: tuple[int, dict[str, dict[str, Any]]]
+    probe: tuple[int, str]  # what --probe says about the last miner's peer
+    verdicts: dict[str, Any]  # what dt-score prints
 
 
 @pytest.fixture(scope="module", params=["store", "hivemind"])
@@ -87,7 +88,7 @@ def network(
         period=54,
         least_miners=1,
         rules={"training.sequence_length": 64},
-        # A machine without a GPU says so, in the block that operators send to the founder.
+        # With "auto" a miner without a GPU says so in the diagnostics block.
         miner_flags=(
             *("--neuron.device", "auto", "--neuron.stop_timeout", "60"),
             *(word for pair in FLAGS.items() for word in pair),
@@ -99,11 +100,11 @@ def network(
 
     def logs() -> list[str]:
         files = [miner.folder / "log.txt" for miner in subnet.miners]
-        # A miner begins its log after its program was loaded.
+        # A miner creates its log only after its program has been loaded.
         return [file.read_text() if file.exists() else "" for file in files]
 
     def complete() -> bool:
-        # On a busy machine a validator does not come to judge each of them.
+        # On a busy machine the validator may not judge every upload.
         sent = all("Successfully pushed" in log for log in logs())
         judged = any("our upload was merged" in log for log in logs())
         direct = all(AVERAGED.search(log) and PROGRESS.search(log) for log in logs())
@@ -141,7 +142,7 @@ def network(
 
 
 def kept(miner: LocalNeuron) -> bool:
-    """Return whether ``miner`` has a checkpoint to start again from."""
+    """Return whether ``miner`` has a checkpoint from which it can start again."""
     return any(miner.folder.glob("checkpoints/checkpoint-*/rank-0.json"))
 
 
@@ -331,7 +332,7 @@ def test_a_member_has_keys_where_it_has_a_bucket(network: Network) -> None:
 def test_no_secret_on_a_command_line_or_in_a_log(network: Network) -> None:
     assert len(network.command_lines) > 5 and network.secrets
     assert not [line for line in network.command_lines for s in network.secrets if s in line]
-    # A commitment publishes read keys on purpose; write keys are only in the store's configuration.
+    # A commitment publishes read keys on purpose, but write keys must appear nowhere.
     for path in network.subnet.folder.rglob("*"):
         if path.is_file() and path.suffix in (".txt", ".jsonl", ".log"):
             text = path.read_text(errors="replace")
@@ -357,7 +358,8 @@ def test_the_held_out_loss_falls(network: Network) -> None:
 def test_a_killed_process_is_logged_at_once_and_its_miner_keeps_training(network: Network) -> None:
     for kill in network.kills:
         kills.follow_up(kill)
-        assert kill.told_after is not None and kill.told_after < 20, kill  # at rest one
+        # About a second if the machine is idle.
+        assert kill.told_after is not None and kill.told_after < 20, kill
         assert kill.step_after is not None, kill
 
 
@@ -371,7 +373,7 @@ def test_the_doctor_finds_a_running_miner_in_order(network: Network) -> None:
     names = "hotkey, commitment, bucket, line, clock, address, port dht.port"
     wrong = {name: checks[name] for name in names.split(", ") if checks[name]["status"] != "ok"}
     assert not wrong
-    # The founder's file has a value that a flag of these miners gives too.
+    # These miners give a flag whose value the founder's file already sets.
     assert "leave it out" in checks["configuration"]["remedy"]
     assert "the running miner listens there" in checks["port dht.port"]["finding"]
     assert f"uid {network.subnet.miners[-1].uid}" in checks["hotkey"]["finding"]
@@ -415,14 +417,14 @@ def test_each_warning_of_a_miners_log_is_explained(network: Network) -> None:
         assert len(stops) == 1, "one line for one event"
 
 
-#: What a miner without a GPU, of an hour's run at most, cannot have.
+#: Metrics that a miner without a GPU does not have in a short run.
 NOT_MEASURED = re.compile(r"launcher_running|train_mfu|gpu_.*|rank_gpu_.*")
 
 
 def not_written(folder: Path, *files: str) -> set[str]:
     text = "".join((folder / name).read_text() for name in files)
     written = {family.name for family in text_string_to_metric_families(text)}
-    # The parser takes _total off a counter's name.
+    # The parser removes _total from a counter's name.
     return {n for n in METRICS if f"dt_{n.removesuffix('_total')}" not in written}
 
 
@@ -431,11 +433,11 @@ def test_every_metric_is_written_by_a_real_miner_or_validator(network: Network) 
         not_written(miner.folder, "metrics.prom", "launcher.prom")
         for miner in network.subnet.miners
     ]
-    # One that was killed may have sent nothing since.
+    # A miner that was killed may have sent nothing since.
     missing = {name for name in set.intersection(*each) if not name.startswith("network_")}
     assert {n for n in missing if not NOT_MEASURED.fullmatch(n)} == set()
     missing = not_written(network.subnet.validator.folder, "metrics.prom")
-    # A stopped network is neither well nor ill; a speed takes two outer steps.
+    # A stopped network is neither healthy nor faulty, and a speed needs two outer steps.
     of_network = {name for name in missing if name.startswith("network_")}
     assert of_network <= {"network_training", "network_tokens_per_second"}
 

@@ -1,6 +1,6 @@
 """Test app.config.js with a real pm2: a clean stop, and restarts after failures.
 
-Its settings are in tests/unit/test_ops.py, updates in tests/unit/test_update.py.
+tests/unit/test_ops.py tests its settings, and tests/unit/test_update.py tests updates.
 """
 
 from __future__ import annotations
@@ -8,16 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
-from distributed_training.common.ports import free_ports
-from distributed_training.common.processes import is_running, kill_tree
+from distributed_training.common.processes import kill_tree
 from distributed_training.miner.run_folder import launcher_of
 from tests.tools.pm2 import (
     FAKE_RANKS,
@@ -33,13 +30,13 @@ from tests.tools.waiting import wait_for
 
 
 class FakeMiner(Pm2):
-    """app.config.js with ranks that train nothing."""
+    """Run app.config.js with ranks that train nothing."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
         hotkey = home / "wallets" / "default" / "hotkeys" / "default"
         hotkey.parent.mkdir(parents=True, exist_ok=True)
-        hotkey.touch()  # the fake rank does not read it, but the launcher requires it
+        hotkey.touch()  # the launcher requires a hotkey, which the fake rank does not read
         environ = {
             **KEYS,
             "BT_WALLET_PATH": str(hotkey.parents[2]),
@@ -52,7 +49,7 @@ class FakeMiner(Pm2):
         super().__init__(home / "pm2", environ | self.tree.environment)
 
     def write_app(self) -> Path:
-        """Write a copy of app.config.js whose neuron is the launcher with a fake rank."""
+        """Write an app.config.js that runs the launcher with a fake rank."""
         script = self.home / "miner.py"
         neuron = (ROOT / "neurons" / "miner.py").read_text()
         here = neuron.replace("Path(__file__).resolve().parent.parent", f"Path({str(ROOT)!r})")
@@ -137,36 +134,6 @@ def test_a_reboot_brings_the_miner_back(pm2: FakeMiner) -> None:
     assert pm2.state == ("online", 0) and pm2.launcher != first
     pm2("stop", NAME)
     assert (pm2.home / "run" / "saved").exists() and not pm2.processes
-
-
-@needs_pm2
-@pytest.mark.long
-@pytest.mark.timeout(300)
-def test_the_dashboard_runs_next_to_the_miner_and_leaves_no_orphan(pm2: FakeMiner) -> None:
-    """It runs while the miner does and after its stop, until pm2 itself is killed."""
-    (port,) = free_ports(1)
-    flags = f"{pm2.environ['DT_FLAGS']} --neuron.page_port {port}"
-    pm2.environ |= {"DT_FLAGS": flags}
-    pm2("start", str(pm2.write_app()), FAKE_MODE="stray")
-    ready = pm2.home / "run" / "ready-0"
-    wait_for(ready.exists, "the rank")
-
-    def verdict() -> tuple[str, str]:
-        with contextlib.suppress(httpx.HTTPError):
-            (neuron,) = httpx.get(f"http://127.0.0.1:{port}/history").json()["neurons"]
-            found = neuron["judgement"]
-            return (found["verdict"], found["cause"]) if found else ("", "")
-        return "", ""
-
-    wait_for(lambda: verdict()[0], "a verdict")
-    pages = [p for p in psutil.process_iter() if str(port) in " ".join(_words(p))]
-    launcher = psutil.Process(json.loads((pm2.home / "run" / "instance.json").read_text())["pid"])
-    (page,) = [p for p in pages if p != launcher and p.ppid() != launcher.pid]
-    pm2("stop", NAME)
-    wait_for(lambda: verdict()[0] == "stopped", "that it is stopped")
-    assert "signal SIGINT" in verdict()[1] and page.is_running()
-    os.kill(int((pm2.folder / "pm2.pid").read_text()), signal.SIGKILL)
-    wait_for(lambda: not is_running(page), "the page's end")
 
 
 def _words(process: psutil.Process) -> list[str]:

@@ -31,9 +31,7 @@ from distributed_training.miner.rank_group import rank_variables
 from distributed_training.miner.run_folder import RANK_STORE
 
 ROOT = Path(__file__).parents[2]
-#: The clock is replaced before anybody keeps it.
 _PRELOAD = (
-    "tests.tools.jumping_clock",
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
     "distributed_training.miner.start",

@@ -1,9 +1,9 @@
-"""Peer processes that misbehave in an all-reduce, and honest ones: real hivemind peers.
+"""Run a real hivemind peer process that may misbehave in an all-reduce.
 
     python -m tests.tools.hivemind_peers DESCRIPTOR
 
-The word in the file ``kind`` next to the peer's key says how this one misbehaves, from its next
-order on; no file: not.
+The file ``kind`` next to the peer's key contains a word that says how the peer misbehaves from its
+next order on. Without that file the peer is honest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from distributed_training.exchange import hivemind_peer
 from distributed_training.exchange.hivemind import Answer, Order, Settings
 
 kind, _place = "", Path()
-_victim: list[str] = []  # peer id of the only one who is lied to
+_victim: list[str] = []  # peer id of the only peer that gets false values
 
 
 def _read_kind() -> None:
@@ -70,12 +70,12 @@ class Runner(hivemind_peer.Runner):
         return kind in ("lie-all", "lie-one-value")
 
 
-class Averager(hivemind_peer.Averager):  # its name is part of its RPCs' names
+class Averager(hivemind_peer.Averager):  # the class name is part of the names of its RPCs
     runner_class = Runner
 
     async def _begin_round(self, order: Order, future: Any) -> None:
         _read_kind()  # in the averager's process
-        # The validator's is the only one whose average counts.
+        # Only the validator's average counts.
         members = [peer for peer, _, _ in order.members if peer != order.leader]
         _victim[:] = members[:1] if kind == "lie-to-a-member" else [order.leader]
         await super()._begin_round(order, future)

@@ -1,8 +1,8 @@
-"""Try, as a peer that no member list has, to join a group, to aggregate and to download.
+"""Try to join a group, to aggregate and to download as a peer that is no member.
 
     python -m tests.tools.hivemind_stranger ADDRESS PREFIX
 
-Prints one JSON object: the code of the answer to each call, or "nothing".
+Print one JSON object with the code of the answer to each call, or "nothing".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hivemind.utils import get_dht_time
 
 
 class Averager(DecentralizedAverager):
-    """Its name is part of the RPCs' names."""
+    """Has hivemind's calls; the class name is part of the names of its RPCs."""
 
 
 async def _first(stream: Any) -> str:

@@ -1,4 +1,4 @@
-"""A network over hivemind: the real validator and judge, and a real DHT peer for each member."""
+"""Build a network over hivemind with the real validator and judge, and real DHT peers."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ AFTER, GATHER, LONGEST = 2.0, 3.0, 30.0  # seconds
 
 
 class AveragingConfig(Config):
-    """A configuration as one of a network of format 3 over hivemind."""
+    """The configuration of a network over hivemind."""
 
     averages = property(lambda self: True)  # type: ignore[assignment]
 
 
 class MemberPeer:
-    """A member's peer process. ``kind``: how it misbehaves (:mod:`tests.tools.hivemind_peers`)."""
+    """Run a member's peer process. ``kind``: how it misbehaves; see :mod:`~.hivemind_peers`."""
 
     def __init__(self, world: HivemindWorld, uid: int, kind: str = "") -> None:
         self.world, self.uid = world, uid
@@ -53,7 +53,7 @@ class MemberPeer:
         )
 
     def behave(self, kind: str) -> None:
-        """Misbehave as ``kind`` says from the next order on; "": not at all."""
+        """Misbehave as ``kind`` says from the next order on; with "" behave honestly."""
         self._kind.write_text(kind)
 
     def _on_ready(self, ready: Ready) -> None:
@@ -64,7 +64,7 @@ class MemberPeer:
         self.readies.append(ready)
 
     def order(self) -> None:
-        """Order the all-reduce of the present close, as :class:`HivemindRounds` does."""
+        """Order the all-reduce of the current close, as :class:`HivemindRounds` does."""
         world, state = self.world, self.world.state
         manifest = world.manifest(state.outer_step)
         own = keypair(f"miner-{self.uid}").ss58_address
@@ -116,7 +116,7 @@ class HivemindWorld(StoreWorld):
         self.closing.close()
 
     def stop_peer(self) -> None:
-        """End the validator's peer, as its end does."""
+        """End the validator's peer, as the end of the validator does."""
         if hasattr(self, "validator") and hasattr(self.validator, "peer"):
             self.validator.peer.close()
             self.ledger.serve(self.master.ss58_address, "127.0.0.1", 0, "")
@@ -130,7 +130,7 @@ class HivemindWorld(StoreWorld):
         miner.upload(data)
 
     def average_round(self, *, silent: Sequence[int] = ()) -> Manifest:
-        """Let all train, upload and average, and the validator end the round.
+        """Let all members train, upload and average, and let the validator end the round.
 
         ``silent``: members that upload and do not average.
         """
@@ -146,7 +146,7 @@ class HivemindWorld(StoreWorld):
         return self.manifest(self.state.outer_step)
 
     def until_step(self, outer_step: int) -> None:
-        """Let the validator work until that outer step, in real time: peers live in it."""
+        """Let the validator work until that outer step, in real time, because the peers need it."""
 
         def reached() -> bool:
             self.tick()

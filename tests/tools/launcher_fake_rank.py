@@ -1,4 +1,4 @@
-"""Act as a rank towards the launcher, without training. FAKE_MODE picks what goes wrong."""
+"""Stand for a rank that trains nothing. FAKE_MODE says what goes wrong."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from distributed_training.miner.run_folder import (
 )
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
-CLOSING = 4.0  # seconds; longer than the tests' LINGER
-IMPORTING = Path(os.environ.get("FAKE_IMPORTING", "/none"))  # until a test removes it
+CLOSING = 4.0  # seconds; longer than LINGER in the tests
+# The import waits until a test removes this file.
+IMPORTING = Path(os.environ.get("FAKE_IMPORTING", "/none"))
 
 if IMPORTING.exists():
     IMPORTING.with_name(f"{IMPORTING.name}-{os.environ['RANK']}").touch()
@@ -36,7 +37,7 @@ def run_rank(config: Config) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
     write_stacks_on_signal()
-    if mode == "stray" and me.rank == 0:  # as p2pd: it knows nothing of us, and outlives us
+    if mode == "stray" and me.rank == 0:  # like p2pd, it does not know us and outlives us
         subprocess.Popen(SLEEP, process_group=0, env=without_secrets())
     write_pid_file(folder, me.rank)
     if mode.startswith("status-"):
@@ -44,7 +45,7 @@ def run_rank(config: Config) -> int:
             write_exit_status(folder, int(mode.removeprefix("status-")), "as told")
             return 1
         return 0
-    if mode == "slow-close":  # a stop of its own accord: rank 0 has more to close than the others
+    if mode == "slow-close":  # the ranks stop on their own, and rank 0 takes longer to close
         if me.rank == 0:
             time.sleep(CLOSING)
             write_exit_status(folder, 3, "as told")
@@ -54,7 +55,7 @@ def run_rank(config: Config) -> int:
     secret = config.values["r2.write_secret_access_key"]
     ready.write_text(secret.get_secret_value() if secret else "")
     beat = Heartbeat(folder, me.rank)
-    start = os.stat(os.environ[RANK_STORE]).st_ino  # of the file through which these ranks meet
+    start = os.stat(os.environ[RANK_STORE]).st_ino  # the file through which these ranks meet
     until = folder / f"stop-{start}"
     while True:
         beat()

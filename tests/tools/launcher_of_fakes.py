@@ -1,4 +1,4 @@
-"""The miner's launcher over ranks that train nothing (``launcher_fake_rank.py``)."""
+"""Run the miner's launcher with ranks that train nothing (``launcher_fake_rank.py``)."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ _passed, _look = 0.0, run_folder.Watchdog.hangs
 
 
 def _hangs(dog: run_folder.Watchdog) -> bool:
-    """Between two looks of the watchdog an hour passes, when a test says so (pass_an_hour)."""
+    """Let an hour pass between two checks of the watchdog if a test asks for it (pass_an_hour)."""
     global _passed
     _look(dog)
     if (hour := Path(os.environ["FAKE_HOUR"])).exists():

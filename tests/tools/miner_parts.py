@@ -1,4 +1,4 @@
-"""Parts of a miner that several of its tests build alike."""
+"""Build the parts of a miner that several tests need."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.tools.settings import load_config
 
 
 def config_of(*argv: str, rules: Mapping[str, Any] = {}, signer: Any = ALICE) -> Config:
-    """Return the configuration of only these flags, unchecked.
+    """Return the configuration that follows from only these flags, without checking it.
 
-    ``rules``: of its network's file; without any there is no network.
+    ``rules``: rules of the network's file; without any there is no network.
     """
     with tempfile.TemporaryDirectory() as folder:
         if rules:
@@ -32,13 +32,13 @@ def config_of(*argv: str, rules: Mapping[str, Any] = {}, signer: Any = ALICE) ->
 
 
 def impatient(config: Config, *, start_timeout: float) -> Config:
-    """Return ``config`` with a start that waits this number of seconds for the chain."""
+    """Return ``config``, changed so that a start waits only that many seconds for the chain."""
     wait = timedelta(seconds=start_timeout)
     return replace(config, chain=replace(config.chain, start_timeout=wait))
 
 
 def step_report(inner_step: int = 7, *, outer_step: int = 3, **changes: Any) -> StepReport:
-    """A step of 2 s."""
+    """Return the report of a step that took 2 s."""
     figures = {"loss": 2.5, "learning_rate": 1e-3, "tokens": 256, "samples": 8, "seconds": 2.0}
     figures |= {"data_wait_seconds": 0.5, "micro_batches": 2}
     return StepReport(outer_step, inner_step, **figures | changes)  # type: ignore[arg-type]

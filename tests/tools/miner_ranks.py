@@ -1,8 +1,8 @@
-"""One rank of a miner of a played network: ``miner_ranks.py SCENARIO FOLDER``.
+"""Run one rank of a miner in a simulated network: ``miner_ranks.py SCENARIO FOLDER``.
 
-The rank is the product's, built by ``start.build_rank``. Its store is a folder next to FOLDER, in
-which a :class:`~tests.tools.store_leader.Leader` of rank 0 has the validator's place; the chain's
-next block is there when somebody asks for it. Kills within a round are in ``store_ranks``.
+``start.build_rank`` builds the rank as in the product. Its store is a folder next to FOLDER, where
+rank 0's :class:`~tests.tools.store_leader.Leader` stands for the validator. ``store_ranks`` has the
+scenarios with kills within a round.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import queue
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -19,33 +18,29 @@ from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
 from distributed_training.common.processes import leave
 from distributed_training.data.tokenizer import BYTE_VOCABULARY
 from distributed_training.exchange import store_rounds
-from distributed_training.miner import build
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState
 from distributed_training.miner.ranks import join_ranks
+from distributed_training.miner.run_folder import rank_environment
 from distributed_training.protocol.update_file import UpdateFile
-from distributed_training.store import folder as folder_store
-from distributed_training.store import transfer
 from distributed_training.telemetry import read_events
-from tests.tools import jumping_clock
 from tests.tools.member_world import MINER, STORE_RULES, UID, build_played
 from tests.tools.miner_parts import config_of
 from tests.tools.small_miner import FLAGS
 from tests.tools.store_leader import Leader
-from tests.tools.training_world import memory_ends, tiny, whole_weights
+from tests.tools.training_world import tiny, whole_weights
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def leader_of(folder: Path, run_id: str) -> Leader | None:
-    """Begin the network of the miner in ``folder``; None where an earlier process has begun it."""
+    """Begin the network of the miner in ``folder``; return None if it has begun before."""
     bucket = Path(f"{folder}.bucket")
     if bucket.exists():
         return None
@@ -54,8 +49,11 @@ def leader_of(folder: Path, run_id: str) -> Leader | None:
 
 
 class Miner:
-    """``on_step``: called on rank 0 after each inner step; ``on_micro_batch`` after each other
-    micro-batch; ``on_other``: gets all events."""
+    """Run one rank of a miner.
+
+    ``on_step``: called on rank 0 after each inner step. ``on_micro_batch``: called there after each
+    micro-batch that ends no inner step. ``on_other``: called there with each event.
+    """
 
     leader: Leader
 
@@ -72,11 +70,12 @@ class Miner:
         store_rounds._INTERVAL, store_rounds._SOON = 0.2, 0.1
         self.folder = folder
         self.losses: list[float] = []
-        self.waits: list[tuple[float, float]] = []  # of each step: for data, in all
+        # For each step: seconds spent waiting for data, and seconds in total.
+        self.waits: list[tuple[float, float]] = []
         self.on_step, self.on_micro_batch, self.on_other = on_step, on_micro_batch, on_other
         self.events: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
         self.stack = ExitStack()
-        self.ranks = join_ranks(environ=os.environ, timeout=timedelta(seconds=60), backend="gloo")
+        self.ranks = join_ranks(rank_environment(), timeout=timedelta(seconds=60), backend="gloo")
         argv = [f"--{name}={value}" for name, value in {**FLAGS, **flags}.items()]
         self.config = config_of(*argv, rules={**STORE_RULES, **rules})
         if RANK == 0 and (leader := leader_of(folder, self.config.swarm.run_id)) is not None:
@@ -103,7 +102,7 @@ class Miner:
         self.events.put(ev.StopRequested("the test is over"))
 
     def run(self, name: str) -> None:
-        """Until stopped; then what there is to compare goes into ``NAME.json`` and ``NAME.pt``."""
+        """Run until a stop; then write what tests compare to ``NAME.json`` and ``NAME.pt``."""
         assert self.product.run() == (0, "the test is over" if RANK == 0 else "")
         weights = whole_weights(self.trainer)
         if RANK == 0:
@@ -126,37 +125,16 @@ def uninterrupted(folder: Path, name: str, steps: int) -> None:
     Miner(folder, on_step=lambda m, step: m.stop() if step == steps else None).run(name)
 
 
-#: Scenario -> inner steps: a whole run, and what follows ``killed`` and ``stopped``.
+#: Scenario -> inner steps: a whole run, and the runs that follow ``killed`` and ``stopped``.
 UNINTERRUPTED = {"straight": 12, "resumed": 7, "after_stop": 6}
 
 
-def jumping(folder: Path) -> None:
-    """As ``straight``, but the wall clock is set an hour forth, then an hour back; with a close."""
-    sent: list[str] = []
-
-    def on_step(miner: Miner, step: int) -> None:
-        jumping_clock.offset = 0.0
-        if step == 2:
-            miner.leader.open_close()  # by the store's clock
-        jumping_clock.offset = 3600.0 if step == 1 else -3600.0
-        if step >= 12 and sent:
-            miner.stop()
-
-    def on_other(miner: Miner, event: ev.Event) -> None:
-        if isinstance(event, ev.UploadEnded):
-            sent.append(event.cause)
-
-    # The store is another machine's.
-    with mock.patch.object(folder_store, "time", mock.Mock(time=jumping_clock.true)):
-        Miner(folder, on_step=on_step, on_other=on_other).run("jumping")
-
-
 def killed(folder: Path) -> None:
-    """Until step 8, three steps past the checkpoint."""
+    """Kill the miner at step 8, three steps after its checkpoint."""
 
     def on_step(miner: Miner, step: int) -> None:
         if step == 8:
-            miner.checkpointer.wait()  # rank 1's: see below
+            miner.checkpointer.wait()  # rank 1 waits too: see below
             os.kill(0, 9)  # the whole process group
 
     miner = Miner(folder, on_step=on_step)
@@ -183,63 +161,8 @@ def stopped(folder: Path) -> None:
     miner.run("stopped")
 
 
-def full_disk(folder: Path) -> None:
-    """No room for the first upload, nor in the last rank's memory for the second."""
-    refused, done = False, False
-    problem: list[str | None] = ["the disk is full, says the test"]
-
-    def on_step(miner: Miner, step: int) -> None:
-        if step == 2:
-            miner.leader.open_close()
-        if step >= 12 and done:
-            miner.stop()
-
-    def on_other(miner: Miner, event: ev.Event) -> None:
-        nonlocal done
-        match event:
-            case ev.UploadSkipped():
-                problem[0] = None
-                miner.leader.open_close()
-            case ev.UploadEnded(cause=cause):
-                done = not cause
-                if cause:
-                    miner.leader.open_close()
-
-    build.describe_full_disk = lambda *_: problem[0]
-    miner = Miner(folder, on_step=on_step, on_other=on_other)
-    write = miner.trainer.write_upload
-
-    def write_upload(*arguments: Any, **named: Any) -> Any:
-        nonlocal refused
-        first, refused = not refused, True
-        with memory_ends(miner.trainer.copier, "copy_boundary", when=first and RANK == WORLD - 1):
-            return write(*arguments, **named)
-
-    miner.trainer.write_upload = write_upload  # type: ignore[method-assign]
-    miner.run("full_disk")
-
-
-def no_room(folder: Path) -> None:
-    """The disk of the run folder is full from step 6 until forty blocks were not prepared."""
-    filler = folder / "filled"
-
-    def on_step(miner: Miner, step: int) -> None:
-        if step == 6:
-            miner.blocks.pause = 0.01
-            filler.write_bytes(bytes(max(0, shutil.disk_usage(folder).free - 4096)))
-
-    def on_other(miner: Miner, event: ev.Event) -> None:
-        if filler.exists() and miner.data.counters().get("blocks_failed", 0) >= 40:
-            filler.unlink()
-            miner.stop()
-
-    # The disk is smaller than what is to stay free on a miner's.
-    with mock.patch.object(transfer, "DISK_RESERVE", 0):
-        Miner(folder, on_step=on_step, on_other=on_other).run("no_room")
-
-
 def starved(folder: Path) -> None:
-    """The last rank's source is dead until it was waited for during four seconds."""
+    """Let the last rank's source fail until the miner has waited four seconds for it."""
     most = 0.0
 
     def on_step(miner: Miner, step: int) -> None:
@@ -260,7 +183,7 @@ def starved(folder: Path) -> None:
         return sequences if answers else None
 
     def missed(seconds: float) -> None:
-        if miner.trainer.total_inner_steps:  # what a start waits is no step's
+        if miner.trainer.total_inner_steps:  # a wait during the start belongs to no step
             back.append(time.monotonic() + 4.0)
         count_missed(seconds)
 
@@ -280,7 +203,7 @@ def starved(folder: Path) -> None:
 
 
 def toys(folder: Path) -> None:
-    """A thing of each kind comes from ``tests/toys``: inner steps, an upload, an outer step."""
+    """Train, upload and take an outer step with a plug-in of each kind from ``tests/toys``."""
     kinds = ("codec", "metric", "optimizer", "outer_rule", "source")
     flags = {
         "plugins": " ".join(f"tests.toys.{kind}" for kind in kinds),

@@ -1,4 +1,4 @@
-"""Run folders of miners in the states that an operator opens the dashboard for."""
+"""Make run folders of miners in the states for which an operator opens the dashboard."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _KEYS = (
     "(SignatureDoesNotMatch): correct R2_WRITE_SECRET_ACCESS_KEY in .env"
 )
 
-#: State -> word of the verdict, its colour, and whether the miner's processes live.
+#: State -> word of the verdict, its colour, and whether the miner is running.
 STATES: Mapping[str, tuple[str, str, bool]] = {
     "counts": ("counts", "good", True),
-    "earning": ("earning", "good", True),  # the only one in a network that pays
+    "earning": ("earning", "good", True),  # the only state in a network that pays
     "new": ("waiting", "wait", True),
     "stopped": ("stopped", "idle", False),
     "starting": ("starting", "wait", True),
@@ -47,7 +47,7 @@ STATES: Mapping[str, tuple[str, str, bool]] = {
     "not-merged": ("refused", "bad", True),
     "missed": ("missed a close", "bad", True),
 }
-#: By state: what became of the upload before the newest, which waits, and why.
+#: State -> the fate of the upload before the newest one, and its cause.
 FATES = {
     "merged": ("merged", ""),
     "missed": ("merged", ""),
@@ -114,10 +114,12 @@ def launcher_of(state: str, now: float) -> Launch:
         case "starting":
             stage = "loading global state: 12.4 of 32.0 GB"
             times = {"stage_at": now - 20, "eta_seconds": 1560.0}
-            return replace(running, state="starting", at=now - 95, stage=stage, **times)  # type: ignore[arg-type]
+            # Type: ignore[arg-type].
+            return replace(running, state="starting", at=now - 95, stage=stage, **times)
         case "refused":
             again = {"attempt": 6, "next_try_at": now + 43}
-            return replace(running, state="refused", at=now - 20, text=_KEYS, **again)  # type: ignore[arg-type]
+            # Type: ignore[arg-type].
+            return replace(running, state="refused", at=now - 20, text=_KEYS, **again)
         case "tried-again":
             return replace(
                 running, state="starting", stage="importing (1 of 5)", attempt=2, text=_HOTKEY
@@ -134,7 +136,7 @@ def launcher_of(state: str, now: float) -> Launch:
 
 
 def _weeks(state: str, facts: Facts, uid: int, now: float) -> list[dict[str, Any]]:
-    """Return the events of two weeks: a step in half an hour, a round in two and a half hours."""
+    """Return the events of two weeks, with a step every 30 minutes and a round every 150."""
     last = facts.step.at if facts.step else now
     events: list[dict[str, Any]] = []
 
@@ -176,14 +178,14 @@ def step_fields(outer_step: int, inner_step: int, loss: float) -> dict[str, Any]
 
 
 def make_miner(place: Path, state: str, uid: int = 17, **gauges: float) -> Path:
-    """Return the run folder of a miner in ``state``: one of STATES, else one that counts."""
+    """Make the run folder of a miner in ``state``; in a state outside STATES its uploads count."""
     folder = place / state
     folder.mkdir()
     now = time.time()
     facts, alive = facts_of(state, now), STATES.get(state, ("", "", True))[2]
     launcher = launcher_of(state, now)
     if not alive:
-        with subprocess.Popen(["true"]) as gone:  # its pid is nobody's afterwards
+        with subprocess.Popen(["true"]) as gone:  # afterwards no process has its pid
             launcher = replace(launcher, pid=gone.pid)
     name = f"--neuron.name {state} miner\n"
     (folder / "config.txt").write_text(f"  {name}")

@@ -1,6 +1,6 @@
-"""In the validator's place of a store network: it merges what comes, and publishes it.
+"""Stand for the validator of a store network: merge the uploads and publish the update.
 
-The merge is the product's (``validator/merge.py``). Closes come when a test says so.
+The merge is that of the product (``validator/merge.py``). Tests decide when a close comes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ _FAR = 1e6  # seconds until a close that no test has opened
 
 
 class Leader:
-    """``bucket``: the folder of the global bucket. ``model``: content of its ``config.json``.
+    """Lead a network.
+
+    ``bucket``: the folder of the global bucket. ``model``: content of the model's ``config.json``.
     ``members``: hotkeys by uid.
     """
 
@@ -56,12 +58,12 @@ class Leader:
         return len(self.chain) - 1
 
     def open_close(self) -> None:
-        """Move the close to now: uploads are taken, and those of an earlier close are void."""
+        """Move the close to now, which makes uploads for an earlier close void."""
         self.serial += 1
         self._write_state(time.time())
 
     def take_outer_step(self, *uids: int) -> None:
-        """Merge what these have uploaded for the close, once it is there; publish."""
+        """Wait for the uploads of ``uids`` for the close, merge them, and publish the update."""
         outer, serial = self.outer_step, self.serial
         paths = [self.bucket / keys.upload_key(uid, outer, serial) for uid in uids]
         wait_for(lambda: all(path.exists() for path in paths), f"uploads of {outer}.{serial}", 60)

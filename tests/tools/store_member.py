@@ -1,4 +1,4 @@
-"""A member of a store network without a store: its trainer, its files, and a validator's part."""
+"""Move a member's weights, and write and decode its files, without a store."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def move(made: Trainer, whole: Callable[[int, tuple[int, ...]], Tensor]) -> None
 
 
 def drawn(seed: int, scale: float = 1e-2) -> Callable[[int, tuple[int, ...]], Tensor]:
-    """Return movement of a seed, the same at each world size."""
+    """Return movement that depends on a seed only, not on the world size."""
 
     def whole(index: int, shape: tuple[int, ...]) -> Tensor:
         return scale * torch.randn(

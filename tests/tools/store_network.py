@@ -1,4 +1,4 @@
-"""A store network around one member: a time that tests set, a store with faults, a validator."""
+"""Simulate the network around one member: the time, a store with faults, and a validator."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UPDATE_BYTES = 1000
 
 
 class Time:
-    """Seconds that pass when a test says so. ``off``: of our clock, ahead of the store's."""
+    """A time that tests set. ``off``: seconds by which our clock is ahead of the store's."""
 
     def __init__(self, off: float = 0.0) -> None:
         self.passed = 0.0
@@ -48,7 +48,8 @@ class Time:
 class FaultyStore:
     """A store whose clock is ``time``, and whose answers a test may change.
 
-    ``faults``: by operation and beginning of the key; gets the answer, returns another or raises.
+    ``faults``: functions by operation and prefix of the key; each gets the answer, and returns
+    another answer or raises.
     """
 
     def __init__(self, store: Any, time: Time) -> None:
@@ -80,7 +81,7 @@ class FaultyStore:
 
 
 class Leader:
-    """A validator that merges the uploads it is given, and publishes what the protocol says."""
+    """Stands for a validator: publishes manifests, updates, weights and the state."""
 
     def __init__(self, store: Any, time: Time, master: Keypair = MASTER) -> None:
         self.store, self.time, self.master = store, time, master
@@ -95,7 +96,7 @@ class Leader:
         return Close(len(self.chain) - 1, self.serial, self.closes_at, GRACE)
 
     def put_state(self, by: Keypair | None = None, **changes: Any) -> bytes:
-        """Write the state, signed by the master or another key."""
+        """Write the state, signed by the master or by another key."""
         now = self.time.store()
         state = state_of(
             self.chain,
@@ -132,7 +133,7 @@ class Leader:
         return manifest_after(self.chain, **values | changes)
 
     def publish_manifest(self, *, whole: bool = False, **changes: Any) -> Manifest:
-        """Take an outer step, but for the state. ``whole``: publish the weights too."""
+        """Publish an outer step, but not the state. ``whole``: publish whole weights too."""
         outer_step = len(self.chain)
         update = b"update %06d " % outer_step * (UPDATE_BYTES // 14) if outer_step else b""
         files: dict[str, bytes] = {}
@@ -158,15 +159,15 @@ class Leader:
         return manifest
 
     def go_back(self, to: int) -> None:
-        """Rewind to an outer step, and open the next close."""
+        """Go back to an outer step, and open the next close."""
         outer_step, files = len(self.chain), {keys.CONFIG: b"{}", keys.MODEL: b"old"}
         self._put(files, self.build_manifest(b"", files, rewound_to=to))
         self.weights_at = (*self.weights_at, outer_step)[-2:]
         self.move_close()
 
     def recover(self, above: int, to: int) -> None:
-        """Begin the chain again above an outer step, with the weights of another one."""
-        self.chain += self.chain[-1:] * (above + 1 - len(self.chain))  # none of them is there
+        """Begin the chain again above an outer step, with the weights of outer step ``to``."""
+        self.chain += self.chain[-1:] * (above + 1 - len(self.chain))  # these are not in the store
         outer_step = above + 1
         files = {keys.CONFIG: b"{}", keys.MODEL: b"recovered"}
         root = {"previous": "", "rewound_to": to, "recovered": outer_step}
@@ -189,10 +190,10 @@ def sha256(data: bytes) -> str:
 
 
 class Miner:
-    """Stand for the loop next to real StoreRounds, turn by turn in the test's own thread."""
+    """Stand for the loop of a miner, and drive the real StoreRounds from the test's own thread."""
 
     def __init__(self, store: Any, folder: Path, time: Time, held: int = 0) -> None:
-        #: Events that were posted; of CloseReached and UpdateReady what they hold.
+        #: The posted events; for CloseReached and UpdateReady the close and the update.
         self.facts: list[Any] = []
         self.time, self.folder = time, folder
         self.rounds = StoreRounds(
@@ -202,12 +203,12 @@ class Miner:
             uploads=OwnUploads(store, folder / "uploads", UID),
             clocks=Clocks(time.steady, time.unix),
         )
-        # As start() does, but for the thread: the turns are the test's.
+        # Do what start() does except for the thread, because the test takes the turns.
         self.rounds._post = self.on_event
         self.rounds._held, self.rounds._largest_update = held, 2 * UPDATE_BYTES
 
     def turn(self) -> float:
-        """Take a turn and wait for what is sent; return when the next one is due."""
+        """Take a turn, wait until an upload is sent, and return the seconds to the next turn."""
         wait = self.rounds.turn()
         if (sending := self.rounds._sending) is not None:
             sending[2].join(30)
@@ -225,11 +226,17 @@ class Miner:
         self.facts.append(event)
 
     def upload(self, close: Close, data: bytes = b"our upload") -> str:
-        """Write an upload and let it be sent, in a turn; return its digest."""
+        """Write an upload, send it in one turn, and return its digest."""
         digest = self.write_upload(close, data)
         self.send(close)
         self.turn()
         return digest
+
+    def apply(self, outer_step: int, **how: bool) -> list[Any]:
+        """Report an outer step as the loop does; return what is posted in the turn after it."""
+        self.rounds.applied(outer_step, **how)
+        self.turn()
+        return self.take_facts()
 
     def send(self, close: Close) -> None:
         self.rounds.send(close)
@@ -237,7 +244,7 @@ class Miner:
     def upload_path(self, close: Close) -> Path:
         return upload_path(self.folder / "uploads", close)
 
-    #: The network's outer step, by the state that was accepted.
+    #: The network's outer step, according to the accepted state.
     head = property(lambda self: getattr(self.rounds.next_close, "outer_step", None))
 
     def take_facts(self) -> list[Any]:
@@ -246,7 +253,7 @@ class Miner:
         return found
 
     def pass_time(self, seconds: float) -> list[Any]:
-        """Return what is posted in that time: turns come when they are due."""
+        """Let that time pass, with a turn whenever one is due, and return what is posted."""
         until = self.time.passed + seconds
         while (due := self.time.passed + self.turn()) <= until:
             self.time.passed = due

@@ -1,9 +1,9 @@
-"""One rank of a miner: ``store_ranks.py MOMENT OUTER_STEP FOLDER BUCKET EXCHANGE``.
+"""Run one rank of a miner: ``store_ranks.py MOMENT OUTER_STEP FOLDER BUCKET EXCHANGE``.
 
-The rank is the product's, with the thread that follows the store; BUCKET is a folder, in which
-:class:`~tests.tools.store_leader.Leader` has the validator's place. Only the chain is played. At
-MOMENT of its upload for an outer step, or of the update that follows, all ranks are killed; with
-``none`` the miner stops at OUTER_STEP, with ``traced`` too, and it lists the files it ran through.
+The rank is built as in the product, including the thread that follows the store. BUCKET is a
+folder, where :class:`~tests.tools.store_leader.Leader` stands for the validator; only the chain is
+simulated. At MOMENT of an upload, or of the update that follows, all ranks are killed. With
+``none`` the miner stops at OUTER_STEP. With ``traced`` it also lists the files that it executed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.tools.member_world import STORE_RULES, build_played, save_starts
 from tests.tools.miner_parts import config_of
 from tests.tools.small_miner import FLAGS
 
-#: Threads that follow the network, by what they are traced as.
+#: Threads that follow the network -> the phase for which they are traced.
 FETCHES = dict.fromkeys(("store-rounds", "manifests", "download"), "round")
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -72,7 +72,7 @@ def run(moment: str, until: int, folder: Path, bucket: Path, exchange: str) -> N
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
         name = threading.current_thread().name.partition("_")[0]
-        # Other threads are of no path that a page names.
+        # Other threads belong to no phase.
         if (where := {"MainThread": phase[0], "upload": "upload"} | FETCHES).get(name):
             files[where[name]].add(frame.f_code.co_filename)
 
@@ -117,7 +117,7 @@ def run(moment: str, until: int, folder: Path, bucket: Path, exchange: str) -> N
                 f"{each.name()}: {found.laddr}"
                 for each in (me, *me.children(recursive=True))
                 for found in each.net_connections("inet")
-                # gloo, which ranks meet by, listens on the loopback interface.
+                # gloo, by which the ranks meet, listens on the loopback interface only.
                 if found.status == psutil.CONN_LISTEN and not found.laddr.ip.startswith("127.")
             ]
             product = str(Path(start.__file__).parents[1]) + os.sep

@@ -1,4 +1,4 @@
-"""The member's side of an all-reduce: which orders its peer process gets, and what follows."""
+"""Test which orders a member gives to its peer process, and how the peer carries them out."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ PEERS = {"a": "Qm" + "a" * 44, "b": "Qm" + "b" * 44}
 NEURONS = [
     Neuron(1, "A" * 48, ip="192.0.2.1", port=8009, peer=PEERS["a"]),
     Neuron(2, "B", ip="2001:db8::1", port=8010, peer=PEERS["b"]),
-    Neuron(3, "C", ip="192.0.2.3", port=8011),  # serves no peer
+    Neuron(3, "C", ip="192.0.2.3", port=8011),  # this one runs no peer
     Neuron(UID, MEMBER, ip="192.0.2.4", port=8009, peer="Qm" + "c" * 44),
 ]
 
 
 class Peer:
-    """In the place of the peer process: it keeps its orders."""
+    """Stand for the peer process, and keep the orders it gets."""
 
     def __init__(self) -> None:
         self.orders: list[Order] = []
@@ -69,7 +69,7 @@ class World:
         self.start()
 
     def start(self) -> None:
-        """Begin as a new process does."""
+        """Begin again, as a new process does."""
         self.rounds = HivemindRounds(
             self.store,
             self.folder,
@@ -225,7 +225,7 @@ def test_an_upload_is_averaged_as_a_merge_would_clip_it(
     tensors = [torch.zeros(shape) for _, shape in schema]
     averager = SimpleNamespace(get_tensors=lambda: nullcontext(tensors))
     own: Any = SimpleNamespace(_settings=SimpleNamespace(schema=schema), _averager=averager)
-    # Usual is 4.0, the norm of 16 ones.
+    # The usual norm is 4.0, which is the norm of 16 ones.
     hivemind_peer.Peer._fill(own, Order(1, 0.0, 1.0, (), "", 4.0, upload="upload"), 8.0)
     for tensor in tensors:
         assert torch.allclose(tensor, torch.full(tensor.shape, 8.0 * min(size, 2.0)))
@@ -239,14 +239,15 @@ def test_a_port_that_cannot_be_reached_is_named_at_the_start(
     monkeypatch.setattr(opening, "announce", lambda member, *place: announced.append(place))
     config: Any = SimpleNamespace(swarm=SimpleNamespace(dht_ip="127.0.0.1", dht_external_port=0))
     with socket.socket() as server:
-        # Bound in both cases: nobody else listens at the port meanwhile, or connects from it.
+        # Bind the port in both cases, so that no other program can use it meanwhile.
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
         if is_open:
             server.listen()
         ready = Ready(PEERS["a"], f"/ip4/0.0.0.0/tcp/{port}/p2p/{PEERS['a']}")
         opening.announce_peer(config, cast(Any, None), ready)
-    assert announced == [("127.0.0.1", port, PEERS["a"])]  # its uploads count, and others try it
+    # It is announced anyway, because others may reach it.
+    assert announced == [("127.0.0.1", port, PEERS["a"])]
     assert (f"open TCP port {port}" in caplog.text) is not is_open
 
 
@@ -275,13 +276,14 @@ def test_an_all_reduce_ends_with_the_grace_of_its_close() -> None:
     class Slow(hivemind_peer.Averager):
         def __init__(self) -> None:
             self._order = Order(1, 0.0, time.time() + 0.05, (), "", 4.0)
-            self._parent_pid = 0  # hivemind's end looks at it
+            self._parent_pid = 0  # hivemind's destructor reads it
 
         async def _reduce(self, *_: Any) -> Any:
             await asyncio.sleep(3600)
 
     group: Any = SimpleNamespace(peer_ids=[])
-    # Of hivemind's own limit nobody fetches the error, so its log has an ERROR for each round.
+    # With hivemind's own time limit nobody would retrieve the exception, so that asyncio would log
+    # an ERROR in each round.
     with pytest.raises(AllreduceException, match="not ended when the close's grace ended"):
         asyncio.run(Slow()._aggregate_with_group(group, 0))
 

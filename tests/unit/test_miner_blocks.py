@@ -1,4 +1,4 @@
-"""Test which text comes next, which pages an upload names, and both after a kill or a roll-back."""
+"""Test which text comes next and which pages an upload names, also after a kill or a roll-back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ SKIPPED = ev.InnerStepDone(replace(step_report(1), skipped=True))
 
 
 class World:
-    """Two ranks, whose blocks are prepared (None: under way), and a clock."""
+    """Stand for the prepared blocks of two ranks, and for a clock.
+
+    ``sequences``: the length of each block; None while the block is not ready.
+    """
 
     world_size, depth = 2, 2
 
@@ -43,7 +46,7 @@ class World:
         return own
 
     def blocks(self, *, outer_step: int = 3, micro_batch: int = 2, **more: Any) -> Blocks:
-        stand_in: Any = self  # for the data pipeline and the other ranks
+        stand_in: Any = self  # stands for both the data pipeline and the other ranks
         values: dict[str, Any] = {"pages": 5, "uid": 7, **more}
         return Blocks(
             data=stand_in, ranks=stand_in, micro_batch_size=micro_batch, outer_step=outer_step,
@@ -57,7 +60,7 @@ def begin(blocks: Blocks) -> tuple[int, int]:
     for _ in range(3):
         if block := blocks.on_boundary(may_begin=True).begin:
             return place_of(block)
-    raise AssertionError("none is ready")
+    raise AssertionError("no block is ready")
 
 
 def see(blocks: Blocks, *events: ev.Event) -> tuple[int, ...]:
@@ -110,7 +113,8 @@ def test_after_a_roll_back_no_page_comes_again_and_none_is_named_that_is_lost() 
     assert not blocks.available, "of the block under way a part is lost"
     assert begin(blocks) == (3, 40)
     assert see(blocks, STEP) == (40, 49)
-    # To the outer step before, whose update then comes again: pages of both count on.
+    # Roll back to the previous outer step. Its update comes again, and in both outer steps the
+    # page counts continue.
     see(blocks, ev.OuterStepEnded(True, 4))
     places = [begin(blocks) for _ in range(4)]
     assert places[-1] == (4, 20)
@@ -129,7 +133,7 @@ def test_after_a_roll_back_no_page_comes_again_and_none_is_named_that_is_lost() 
 def test_named_pages_were_all_trained_since_the_weights_began(
     moves: list[str], data: some.DataObject
 ) -> None:
-    """A model that remembers what each page's weights know, by outer step."""
+    """Compare the named pages with a model that remembers which pages the weights have learned."""
     del data
     blocks, step = World().blocks(), 3
     known: set[tuple[int, int]] = set()
@@ -161,7 +165,9 @@ def test_named_pages_were_all_trained_since_the_weights_began(
 
 
 def saved_state() -> tuple[dict[str, Any], dict[str, int]]:
-    """Page 10 is in training, three of its five micro-batches done; those from 20 on are ahead."""
+    """Return a state in which the block from page 10 is in training, after three of its five
+    micro-batches, and the blocks from page 20 on are prefetched.
+    """
     blocks = World().blocks()
     begin(blocks)
     see(blocks, STEP)

@@ -1,4 +1,4 @@
-"""The controller: events in, commands out, with every neighbour in memory."""
+"""Test which commands the controller gives for which events, with stand-ins for all other parts."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_whole_round() -> None:
     assert rig.action() is Action.CHECKPOINT
     written: Any = Mock(done=lambda: True, error=None)
     saved = [ev.UploadBegun(CLOSE, written, Progress(4)), ev.CheckpointBegun(4, lambda: True)]
-    assert rig.action(*saved) is Action.TRAIN  # it is sent by its own thread
+    assert rig.action(*saved) is Action.TRAIN  # another thread sends the upload
     rig.exchange.send.assert_called_once_with(CLOSE)
     assert rig.action(ev.UploadEnded(Close(4, 1))) is Action.TRAIN
     assert rig.action(ev.UpdateReady(UPDATE, 1000.0)) is Action.OUTER_STEP
@@ -137,7 +137,7 @@ def test_a_whole_round() -> None:
 def test_an_update_waits_for_the_inner_step_under_way_and_for_nothing_else(
     in_step: bool, available: bool, begin: tuple[int, int], first: Action
 ) -> None:
-    """Applied between two micro-batches it dropped those before."""
+    """An update applied between two micro-batches would drop the micro-batches before it."""
     rig = Rig()
     rig.blocks.in_step, rig.blocks.available, rig.blocks.begin = in_step, available, begin
     assert rig.action(ev.UpdateReady(UPDATE, 1000.0)) is first
@@ -202,7 +202,7 @@ def test_a_newer_version_ends_a_miner_at_its_outer_step_and_no_script(script: bo
         return
     assert (command.action, command.exit_status) == (Action.STOP, ExitStatus.AGAIN)
     assert "version 2" in rig.controller.state.stop_reason
-    # A checkpoint from before that outer step: the next start would be in the same place.
+    # After a roll-back to before that outer step, a restart would not help.
     behind = Rig(versions=SimpleNamespace(in_force=second, at=versions.at))
     assert behind.command().action is not Action.STOP
 
@@ -211,5 +211,5 @@ def test_an_update_that_a_roll_back_has_overtaken_is_not_applied() -> None:
     rig = Rig()
     rig.controller.post(ev.UpdateReady(UPDATE, 1000.0))
     assert rig.action(ev.RolledBack(Progress(outer_step=3))) is Action.IDLE
-    # It comes again, after that of outer step 4.
+    # The exchange posts it again, after the update of outer step 4.
     rig.exchange.applied.assert_called_once_with(3, wants_weights=False)

@@ -1,4 +1,4 @@
-"""When a launcher ends for good and when it tries again; ranks and clock are played."""
+"""Test when a launcher gives up and when it tries again, with a simulated clock and ranks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import fcntl
 import logging
 import os
 import re
-import shutil
 import signal
 import threading
 import time
-from collections import namedtuple
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +22,6 @@ from distributed_training import status_command
 from distributed_training.chain.identity import create_wallet
 from distributed_training.common.files import read_json_object, write_json
 from distributed_training.common.processes import ProcessId
-from distributed_training.config import ConfigError
 from distributed_training.health import machine
 from distributed_training.miner import launcher
 from distributed_training.miner.__main__ import main as launch
@@ -36,7 +33,6 @@ from tests.tools.r2_keys import KEYS
 from tests.tools.settings import load_config
 
 pytestmark = pytest.mark.timeout(60)
-Usage = namedtuple("Usage", "total used free")
 FAULT, REFUSED, STOPPED = ExitStatus.FAULT, ExitStatus.BAD_CONFIGURATION, ExitStatus.STOPPED
 OUTSIDE = "refused by something outside"
 UNWRITTEN = "ended well, and the disk has no room for the file that says so"
@@ -45,7 +41,10 @@ LONG = launcher.STEADY.total_seconds() + 5
 
 
 class Played:
-    """Hold the end of each start of the ranks, in order: its seconds and its status."""
+    """Simulate the ranks and the clock.
+
+    ``left``: for each start to come, after how many seconds the ranks end, and with which status.
+    """
 
     def __init__(self) -> None:
         self.left: list[tuple[float, ExitStatus | str]] = []
@@ -105,7 +104,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Played:
     clock = SimpleNamespace(monotonic=lambda: played.now, sleep=time.sleep)
     monkeypatch.setattr(launcher, "time", clock)
     monkeypatch.setattr(launcher, "RankGroup", played.group)
-    monkeypatch.setattr(launcher, "start_log", lambda *_, **named: None)  # pytest's log stays
+    # Keep pytest's own log handlers.
+    monkeypatch.setattr(launcher, "start_log", lambda *_, **named: None)
     for name in ("FIRST_WAIT", "LONGEST_WAIT", "LONGEST_PAUSE"):
         monkeypatch.setattr(launcher, name, timedelta(milliseconds=1))
     return played
@@ -135,9 +135,7 @@ def run_folder(argv: list[str]) -> Path:
 @pytest.mark.parametrize(
     ("words", "toml", "env", "place"),
     [
-        (["--neuron.run_folder", "fast/run"], "", {}, "fast/run"),
         (["--neuron.run-folder=fast/run"], 'run_folder = "other"', {}, "fast/run"),
-        ([], '[neuron]\nrun_folder = "fast/run"  # roomy', {}, "fast/run"),
         ([], "neuron.run_folder = 'fast/run'\ndht.prot = 7", {}, "fast/run"),
         ([], "", {"DT_RUN_FOLDER": "fast/run"}, "fast/run"),
         (["--neuron.name", "one"], "", {"BT_WALLET_HOTKEY": "hot"}, "runs/one-hot"),
@@ -153,7 +151,7 @@ def test_a_first_start_that_is_refused_is_recorded_where_it_would_have_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Of several run folders too: by the settings, however wrong the others are."""
+    """Other run folders exist too; the settings decide, even if some of them are wrong."""
     monkeypatch.chdir(tmp_path)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
@@ -184,7 +182,7 @@ def test_refusal_from_outside_is_tried_again_until_it_works(
     before: list[tuple[float, ExitStatus | str]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A wrong R2 key is corrected after a day; more refusals than RESTARTS end nothing."""
+    """A wrong R2 key may be corrected after a day: RESTARTS does not limit such attempts."""
     ranks.left = [*before, *[(0, OUTSIDE)] * 20, (0, STOPPED)]
     assert launch(argv) == STOPPED and not ranks.left
     lines = [r.getMessage() for r in caplog.records if "403" in r.getMessage()]
@@ -198,11 +196,12 @@ def test_refusal_from_outside_is_tried_again_until_it_works(
 
 
 def pauses(monkeypatch: pytest.MonkeyPatch, pause: Callable[[float], object]) -> None:
-    """This thread's waits with a limit take no time; ``pause`` gets how long they were to be."""
+    """Let this thread's waits with a time limit end at once; ``pause`` gets the time limit."""
     real, ours = threading.Event.wait, threading.current_thread()
 
     def wait(event: threading.Event, seconds: float | None = None) -> bool:
-        if seconds is None or threading.current_thread() is not ours:  # another test's, say
+        # For example a thread of another test.
+        if seconds is None or threading.current_thread() is not ours:
             return real(event, seconds)
         pause(seconds)
         return event.is_set()
@@ -243,7 +242,7 @@ def test_another_version_of_the_file_starts_the_ranks_again_at_once(
     assert "Stopped with status 5: as told" in caplog.text and "Starting the" not in caplog.text
     launch_file = read_launcher(run_folder(argv))
     assert launch_file is not None and launch_file.restarts == 0
-    # A start that can keep no version must not spin.
+    # A start that cannot adopt the version must not loop without end.
     ranks.left = [(0, again)] * (3 + launcher.RESTARTS)
     assert launch(argv) == FAULT and len(ranks.left) == 1
     assert "giving up" in caplog.text
@@ -280,7 +279,7 @@ def test_a_stop_on_a_full_disk_is_no_failure(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Rank 0 has listened and ended as it was asked to."""
+    """Rank 0 received the stop and ended in order, but could not write its exit status."""
     monkeypatch.setattr(launcher, "listening_ranks", lambda *_: {0: ProcessId.of(os.getpid())})
     steady = launcher._Supervisor._steady
 
@@ -297,40 +296,30 @@ def test_a_stop_on_a_full_disk_is_no_failure(
 def test_a_file_that_cannot_be_read_is_no_line_a_look(
     argv: list[str], ranks: Played, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A network disk is away for hours; the launcher looks at the ranks five times a second."""
+    """A network disk may be away for hours, and the launcher checks it five times a second."""
     (run_folder(argv) / "checkpoints" / "last.json").mkdir(parents=True)
     ranks.left = [(LONG, STOPPED)]
     assert launch(argv) == STOPPED
     assert 0 < caplog.text.count("last.json cannot be read") < 5
 
 
-def full_disk(*_: object) -> Any:
-    return Usage(10**12, 10**12, 0)
-
-
 def port_in_use(*_: object, **__: object) -> list[machine.Check]:
     return [machine.Check("port", "fail", "port 8091 is in use", "stop what listens")]
-
-
-def no_hotkey(*_: object) -> None:
-    raise ConfigError("no hotkey at /mnt/wallets")
 
 
 def lost_disk(*_: object, **__: object) -> None:
     raise OSError(errno.EIO, "Input/output error")
 
 
-def no_locks(*_: object) -> None:  # Lustre mounted without flock, NFS without its lock service
+# As on Lustre mounted without flock, or NFS without its lock service.
+def no_locks(*_: object) -> None:
     raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
 
 @pytest.mark.parametrize(
     ("where", "name", "refuses", "line"),
     [
-        (shutil, "disk_usage", full_disk, "0.0 GB free in"),
         (launcher, "start_checks", port_in_use, "port 8091 is in use: stop what listens"),
-        (launcher, "require_hotkey", no_hotkey, "no hotkey at /mnt/wallets"),
-        (launcher, "make_run_folder", no_hotkey, "no hotkey at /mnt/wallets"),
         (launcher, "write_instance", lost_disk, "Input/output error"),
         (fcntl, "flock", no_locks, "Lustre: -o flock"),
     ],
@@ -349,7 +338,7 @@ def test_a_machine_that_refuses_is_tried_again(
 
     def look(*arguments: Any, **named: Any) -> Any:
         nonlocal looks
-        # Whether another launcher has the folder is asked by its file before each try.
+        # Do not count the shared lock, by which each attempt first checks the launcher's file.
         looks += fcntl.LOCK_SH | fcntl.LOCK_NB not in arguments
         return (refuses if looks <= 8 else right)(*arguments, **named)
 

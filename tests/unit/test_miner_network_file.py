@@ -1,4 +1,4 @@
-"""A miner compares its network's file with the global bucket's statement."""
+"""Test how a miner compares its network file with the statement in the global bucket."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_signed_file_whose_count_is_not_its_models_is_refused_in_one_line(tmp_
     ("theirs", "ours", "words"),
     [
         (shown(1, "aa"), network(), ""),
-        (shown(1, None), network(), ""),  # a validator before this version
+        (shown(1, None), network(), ""),  # written by a validator of an earlier version
         (shown(2, "bb"), network(), "at version 2 of its file, but this miner at 1"),
         (shown(2, None), network(), "from its founder again, put it in lab/network.toml"),
         (shown(2, "bb"), network(place="https://lab/n.toml"), "restart, which fetches https://lab"),

@@ -1,4 +1,4 @@
-"""The watch of ranks over other nodes' ranks, and the checks before torchrun."""
+"""Test how ranks of several nodes stop together, and the checks before torchrun starts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.tools.waiting import wait_for
 
 
 def node(store: Any, rank: int, folder: Path, *, stop: list[bool]) -> Nodes:
-    """Return one of two ranks, each on a node of its own. ``stop``: whether it is asked to."""
+    """Return one of two ranks on separate nodes. ``stop[0]``: whether it was asked to stop."""
     me = RankEnvironment(rank=rank, local_rank=0, world_size=2, local_world_size=1)
     made = Nodes(store, me, stop_wanted=lambda: stop[0], hangs=lambda: False)
     with ExitStack() as stack:
@@ -53,7 +53,7 @@ def test_a_stop_of_one_node_is_rank_0s_and_the_other_starts_again(
     first, second = node(store, 0, tmp_path, stop=here), node(store, 1, tmp_path, stop=there)
     there[0] = True
     wait_for(lambda: quick, "rank 0 is asked")
-    here[0] = True  # by its handler
+    here[0] = True  # the signal handler would set this
     assert first.close(ExitStatus.STOPPED, "asked to stop") == ExitStatus.FAULT
     assert second.close(ExitStatus.STOPPED, "") == ExitStatus.STOPPED
     assert quick == [(os.getpid(), signal.SIGTERM)]
@@ -103,7 +103,7 @@ def test_ranks_that_do_not_meet_name_the_firewall(monkeypatch: pytest.MonkeyPatc
     soon = timedelta(seconds=1)
     with pytest.raises(NetworkFailure, match=r"did not meet at 127\.0\.0\.1 .* all TCP ports"):
         join_ranks(RankEnvironment(1, 0, 2, 1), timeout=soon, backend="gloo")
-    with pytest.raises(RuntimeError):  # on one machine there is nothing to open
+    with pytest.raises(RuntimeError):  # on one machine no firewall is involved
         join_ranks(RankEnvironment(1, 1, 2, 2), timeout=soon, backend="gloo")
 
 
@@ -111,7 +111,7 @@ def test_a_check_before_torchrun_has_the_status_that_torchrun_loses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GROUP_RANK", "1")  # where no keys are needed
+    monkeypatch.setenv("GROUP_RANK", "1")  # a node other than node 0 needs no keys
     flags = [*COMMON, "--neuron.run_folder", str(tmp_path / "run")]
     assert main(["check", *flags]) == 0
     assert main(["check", *flags, "--neuron.sed", "9"]) == 2

@@ -1,4 +1,4 @@
-"""The reporter: the lines and records of each event, for operators and programs."""
+"""Test the log lines, the records and the metrics that follow from each event of a miner."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ class Rig:
         return found
 
     def on_event(self, event: ev.Event, state: MinerState = TRAINING) -> list[str]:
-        """The lines said; a warning begins with "! "."""
+        """Return the lines that were logged; a warning is marked with "! "."""
         self.caplog.clear()
         self.reporter.on_event(event, state)
         self.metrics.on_event(event, state)
-        # By number: hivemind, where a test imported it, calls WARNING something else.
+        # Use the number of the level, because hivemind renames the levels when it is imported.
         marks = {logging.INFO: "", logging.WARNING: "! "}
         return [marks[r.levelno] + r.getMessage() for r in self.caplog.records]
 
@@ -139,7 +139,7 @@ def test_a_stop_is_recorded_and_its_line_left_to_the_launcher(rig: Rig) -> None:
 
 
 def test_the_metrics_are_written_where_no_step_ends(rig: Rig) -> None:
-    """A round and a lack of data end no step; the metrics still show the last step's age."""
+    """No step ends during a round or without data, but the age of the last step must be shown."""
     began = time.time()
     rig.on_event(ev.Tick(1.0), TRAINING)
     first = figures(rig)
@@ -170,7 +170,7 @@ def test_uploads_that_are_not_written_are_counted_by_kind(rig: Rig) -> None:
 
 
 def figures(rig: Rig) -> dict[str, float]:
-    """The metrics as Prometheus reads them."""
+    """Return the metrics as Prometheus reads them."""
     return parsed(rig.file.read_text())
 
 
@@ -185,7 +185,7 @@ def parsed(text: str) -> dict[str, float]:
 def test_unmeasurable_metric_is_absent_and_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, problem: Exception
 ) -> None:
-    """It is measured on the thread that trains."""
+    """An error here would end training, because the training thread measures it."""
 
     def fails() -> Any:
         raise problem
@@ -214,7 +214,7 @@ def test_the_machine_is_measured_rank_by_rank(tmp_path: Path) -> None:
 def test_each_gpu_is_logged_with_its_ranks_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second one cannot measure its power, the third fell off the bus."""
+    """The second GPU cannot measure its power, and the third one does not answer."""
     cards = [GpuSample("H200", 141.0, 70.0, 98.0, 60.0, power) for power in (650.0, None)]
     monkeypatch.setattr(
         f"{Metrics.__module__}.sample_gpu",
@@ -294,7 +294,7 @@ def test_failed_or_dropped_upload_is_a_warning(rig: Rig, caplog: pytest.LogCaptu
 
 
 class Judged:
-    """A miner's facts, fed by what its reporter records."""
+    """Keep a miner's facts up to date with what its reporter records."""
 
     def __init__(self, folder: Path) -> None:
         self.now, ledger = 0.0, MemoryLedger()
@@ -321,31 +321,8 @@ class Judged:
         return self.found[-1]["verdict"], self.found[-1]["bad"]
 
 
-def test_the_verdict_follows_from_the_manifests(tmp_path: Path) -> None:
-    judged = Judged(tmp_path)
-    assert judged.facts.verdict == "unknown", "before the first look"
-    assert judged.after(ev.CloseReached(CLOSE), TWELVE) == ("waiting", False)
-    assert judged.facts.verdict.startswith("waiting: nothing was uploaded in the 20 s since")
-    assert judged.after(APPLIED, state(Base.KEPT)) == ("waiting", False), "none was sent"
-    late = judged.after(ev.CloseReached(CLOSE), TWELVE, 1800.0)
-    assert late == ("missed a close", True) and judged.facts.counts() is None
-    assert judged.after(ev.UploadEnded(CLOSE), TWELVE) == ("waiting", False), "for the update"
-    assert judged.after(APPLIED, state(Base.MERGED)) == ("counts", False)
-    assert judged.facts.counts() == 1.0
-    assert judged.after(APPLIED, state(Base.KEPT)) == ("missed a close", True), "none was sent"
-    assert judged.after(ev.UploadEnded(Close(13, 4)), TWELVE) == ("counts", False)
-    assert judged.after(APPLIED, state(Base.KEPT, "late: by 3 s")) == ("refused", True)
-    assert judged.after(APPLIED, state(Base.REFUSED, "copy: of uid 4")) == ("refused", True)
-    assert judged.facts.counts() == 0.0
-    assert judged.after(APPLIED, state(Base.MERGED)) == ("counts", False)
-    judged.network = 14
-    assert judged.after(ev.CloseReached(CLOSE), TWELVE) == ("counts", False)
-    assert judged.after(ev.CloseReached(CLOSE), TWELVE, 620.0) == ("behind", True)
-    assert judged.after(ev.NetworkDiffers("two", forked=True), TWELVE) == ("other version", True)
-
-
 def test_a_manifest_names_one_upload_of_several_and_the_newest_are_kept(tmp_path: Path) -> None:
-    """Manifests come late and in any order, also after an upload of a later outer step."""
+    """Manifests may come late and in any order, even after the upload of a later outer step."""
     judged = Judged(tmp_path)
     for step in (14, 12, 13, 16, 15):
         judged.reporter.on_event(
@@ -372,9 +349,9 @@ def test_a_change_is_logged_at_once_and_the_rest_once_an_hour(
     judged.found.clear()
     judged.network = 13
     judged.after(APPLIED, state(Base.MERGED))
-    for _ in range(2 * 3600 // 20):  # without another manifest
+    for _ in range(2 * 3600 // 20):  # no other manifest comes
         judged.after(ev.Tick(judged.now), TWELVE)
-    # By number: hivemind, once imported, gives levels other names.
+    # Use the number of the level, because hivemind renames the levels when it is imported.
     lines = [(r.levelno, r.message) for r in caplog.records if r.message.startswith("Verdict: ")]
     assert lines[0] == (logging.INFO, "Verdict: counts: the upload of outer step 12 was merged")
     levels = [level for level, _ in lines[1:]]
@@ -397,7 +374,7 @@ def test_metrics_count_rounds_by_the_share_that_this_miner_had(tmp_path: Path) -
     wanted = {
         "dt_rounds_total": 3,
         "dt_rounds_failed_total": 2,
-        "dt_rounds_missed_total": 7,  # outer steps 13 to 19 of others, in those weights
+        "dt_rounds_missed_total": 7,  # outer steps 13 to 19, which those weights contain
         "dt_publications_total": 2,
         "dt_publications_failed_total": 1,
         "dt_uploaded_bytes_total": 7,
@@ -432,7 +409,7 @@ def test_missed_closes_and_uploads_are_remembered_by_the_next_process(tmp_path: 
     judged.after(APPLIED, state(Base.MERGED))
     for step, cause in ((13, "late: by the clock"), (14, "write lab/u: 403")):
         judged.after(ev.UploadEnded(Close(step, step), cause), replace(TWELVE, outer_step=step))
-        # Once for a close, though the manifest shows it again.
+        # It counts once per close, even though the manifest shows it again.
         nothing = replace(state(Base.KEPT), outer_step=step)
         judged.after(replace(APPLIED, outer_step=step + 1), nothing)
     known = Facts.read(tmp_path)
@@ -444,6 +421,6 @@ def test_missed_closes_and_uploads_are_remembered_by_the_next_process(tmp_path: 
     assert [upload.fate for upload in again.facts.gather().uploads] == ["merged"]
     for nothing_new in (
         {"kind": "round", "ok": False, "fate": "refused", "detail": "", "outer_step": 13},
-        {"kind": "publication", "revision": "15.0", "reason": ""},  # progress
+        {"kind": "publication", "revision": "15.0", "reason": ""},  # a progress upload
     ):
         assert fold(known, nothing_new, 9.0) == known

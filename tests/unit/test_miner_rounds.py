@@ -1,4 +1,4 @@
-"""What follows from each event of a miner, as a table: no process, no clock, no network."""
+"""Test what follows from each event of a miner, without a process, a clock or a network."""
 
 from __future__ import annotations
 
@@ -140,10 +140,10 @@ def test_table(before: MinerState, event: ev.Event, actions: tuple[Any, ...]) ->
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.5, 1200), (3.0, 200), (24.0, 25), (60.0, 25)])
 def test_checkpoints_are_steps_and_time_apart(seconds: float, expected: int) -> None:
-    """They are at least 25 steps and 10 minutes apart for every length of an inner step."""
+    """However long an inner step takes, checkpoints are at least 25 steps and 10 minutes apart."""
     rules = Rules(checkpoint_steps=25, checkpoint_seconds=600)
     now, at = replace(TRAINING, unsaved_steps=20, unsaved_seconds=599.0), list[int]()
-    now, actions = decide(now, DIVERGED, rules)  # a roll-back: nothing is left to save
+    now, actions = decide(now, DIVERGED, rules)  # after this roll-back nothing is left to save
     assert actions == (Action.ROLL_BACK,)
     for number in range(1, 2 * expected + 1):
         now, actions = decide(now, step(number, seconds=seconds), rules)
@@ -165,10 +165,10 @@ def test_a_roll_back_forgets_an_upload_that_was_not_sent_and_no_other() -> None:
 
 @dataclass
 class World:
-    """A miner's rank 0, its ranks and its disk, one boundary after the other.
+    """Simulate a miner's rank 0, its ranks and its disk, one boundary at a time.
 
-    ``checkpoint``: what the newest complete one knows, outer step and the serial of the upload
-    whose rows it has.
+    ``checkpoint``: what the newest complete checkpoint holds, as its outer step and the serial of
+    the upload whose rows it has.
     """
 
     state: MinerState = TRAINING
@@ -176,8 +176,9 @@ class World:
     sent: list[tuple[int, int]] = field(default_factory=list)
     handle: Handle | None = None
     checkpoint: tuple[int, int | None] = (12, None)
-    saved: list[bool | None] = field(default_factory=list)  # of each checkpoint that was begun
-    written: int | None = None  # the serial that the ranks' rows are of
+    # Whether each checkpoint was saved; None while it is being written.
+    saved: list[bool | None] = field(default_factory=list)
+    written: int | None = None  # the serial of the upload whose rows the ranks hold
     held: int = 12  # the trainer's outer step
     inner_steps: int = 0
     writes: list[tuple[int, int]] = field(default_factory=list)
@@ -203,7 +204,7 @@ class World:
             self.handle_event(ended)
 
     def boundary(self) -> None:
-        """Carry out the next command; without one an inner step."""
+        """Carry out the next command, or take an inner step if there is none."""
         state = self.state
         match self.pending.pop(0) if self.pending else None:
             case None if state.mode is not Mode.STOPPING:
@@ -276,7 +277,7 @@ def test_uploads_are_sent_once_and_known_and_steps_continue_in_any_order_of_even
             case _:
                 world.boundary()
         world.poll()
-        # What is not a command of this moment leaves training on.
+        # Unless a command is pending, training continues.
         assert world.pending or world.state.mode is not Mode.STOPPING
         assert world.state.outer_step == world.held or Action.ROLL_BACK in world.pending
         assert len(set(world.sent)) == len(world.sent), "one close got two files"
@@ -326,7 +327,7 @@ def test_progress_is_written_each_so_many_steps_after_the_gate() -> None:
     none = Close(12, 0)
 
     def train(first: int, last: int) -> list[int]:
-        """Return the inner steps after which progress is ordered."""
+        """Return the inner steps after which a progress upload is ordered."""
         nonlocal state
         wanted = []
         for number in range(first, last + 1):
@@ -336,7 +337,7 @@ def test_progress_is_written_each_so_many_steps_after_the_gate() -> None:
         return wanted
 
     assert train(1, 5) == [5]
-    # The next one waits until this one is written and sent.
+    # The next progress upload waits until this one has been written and sent.
     handle: Any = Handle()
     state, _ = decide(state, ev.UploadBegun(none, handle, Progress(12)), rules)
     assert train(6, 9) == [] and state.progress is not None
@@ -349,11 +350,11 @@ def test_progress_is_written_each_so_many_steps_after_the_gate() -> None:
     assert state.progress.end_of_writing() is None and train(10, 11) == []
     state, _ = decide(state, ev.UploadEnded(none), rules)
     assert train(12, 12) == [12]
-    # A round goes first: what is written holds nothing that its upload lacks.
+    # A round has priority, because its upload contains all that a progress upload would.
     state, follows = decide(state, REACHED, rules)
     assert follows[0] is Action.WRITE_UPLOAD and state.progress is None
     assert train(13, 20) == []
-    # The link is the round's until its grace is over, also where its upload was sent long before.
+    # The link is reserved for the round until its grace ends, even if the upload was sent before.
     assert state.upload is not None
     state = replace(state, upload=replace(state.upload, stage=Stage.ENDED))
     state, _ = decide(state, ev.Tick(REACHED.until - 1), rules)

@@ -1,4 +1,4 @@
-"""The files and the environment that ranks and launcher share."""
+"""Test the files and the environment variables that the ranks share with the launcher."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_stop_gets_the_time_that_the_last_checkpoint_shows(tmp_path: Path) -> 
 
 
 def test_a_library_that_aborts_leaves_stacks() -> None:
-    """NCCL aborts like this when a rank never joins a collective."""
+    """NCCL aborts in this way when a rank never joins a collective."""
     program = (
         "import ctypes\n"
         "from distributed_training.common.processes import write_stacks_on_signal\n"
@@ -82,7 +82,8 @@ def test_the_allocators_segments_grow_unless_the_operator_chose(
     monkeypatch.setenv(name, "max_split_size_mb:512")
     assert rank_environment_defaults(ranks=1)[name] == "max_split_size_mb:512"
     monkeypatch.delenv(name)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")  # torch's newer name of it
+    # Torch's newer name for the same variable.
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
     assert name not in rank_environment_defaults(ranks=1)
 
 
@@ -107,9 +108,9 @@ def test_ranks_that_come_to_boundaries_do_not_hang(tmp_path: Path, clock: Clock)
     (tmp_path / "pids").mkdir()
     beats = [Heartbeat(tmp_path, rank) for rank in (0, 1)]
     dog = Watchdog(tmp_path, ranks=range(2), limit=timedelta(seconds=5))
-    clock.now += 3600  # a start takes as long as it takes
+    clock.now += 3600  # a start may take any time
     assert not dog.hangs()
-    for _ in range(200):  # boundaries every 0.2 s, as while a round or an upload is waited for
+    for _ in range(200):  # boundaries every 0.2 s, as during a wait for a round or an upload
         clock.now += 0.2
         for beat in beats:
             beat()
@@ -120,11 +121,11 @@ def test_ranks_that_come_to_boundaries_do_not_hang(tmp_path: Path, clock: Clock)
         assert not dog.hangs()
     clock.now += 1.5
     beats[0]()
-    assert dog.hangs()  # rank 1
+    assert dog.hangs()  # because of rank 1
     forget_ranks(tmp_path)
     dog = Watchdog(tmp_path, ranks=range(2), limit=timedelta(seconds=5))
     assert not dog.hangs()
-    clock.now += 6  # in the start: no rank came to a boundary
+    clock.now += 6  # during the start, no rank has reached a boundary
     assert dog.hangs()
 
 

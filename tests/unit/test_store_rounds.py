@@ -1,4 +1,4 @@
-"""Rounds through the store at a member: a stand-in validator, time set by tests."""
+"""Test how a member follows rounds through the store, with a stand-in validator and clock."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def send(leader: Leader, miner: Miner) -> tuple[Close, str]:
-    """Let the close come and the upload for it go; return it, and the digest of the file."""
+    """Reach the close and send the upload for it; return the close and the file's digest."""
     close = leader.close
     miner.pass_time(PERIOD)
     return close, miner.upload(close)
@@ -110,26 +110,22 @@ def test_missed_updates_are_applied_one_after_the_other(leader: Leader, miner: M
     for outer_step in (1, 2, 3):
         *_, update = posted
         assert (update.outer_step, update.base, update.cause) == (outer_step, Base.KEPT, "")
-        # The next one is not posted before this one is applied.
+        # The next update is not posted before this one has been applied.
         assert miner.pass_time(60) == []
-        miner.rounds.applied(outer_step)
-        miner.turn()
-        posted = miner.take_facts()
+        posted = miner.apply(outer_step)
     assert posted == []
 
 
 def test_an_update_that_could_not_be_applied_is_posted_again(leader: Leader, miner: Miner) -> None:
     leader.take_outer_step()
     [first] = miner.pass_time(60)
-    miner.rounds.applied(0)
-    miner.turn()
-    assert miner.take_facts() == [first]
+    assert miner.apply(0) == [first]
 
 
 def test_update_for_weights_no_longer_held_is_not_posted(
     store: FaultyStore, leader: Leader, miner: Miner
 ) -> None:
-    """The loop rolls back, or takes other weights, while an update is on its way."""
+    """The loop may roll back or load other weights while an update is being fetched."""
     for _ in range(3):
         leader.take_outer_step()
 
@@ -147,7 +143,7 @@ def test_update_for_weights_no_longer_held_is_not_posted(
 def test_an_update_that_cannot_be_had_is_gone_around_by_later_weights(
     leader: Leader, miner: Miner, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    """Its ranges stay other bytes, or it is not there."""
+    """Its ranges are always wrong, or it does not exist."""
     monkeypatch.setattr(transfer, "NO_PROGRESS", timedelta(0))
 
     def answer(data: bytes) -> bytes:
@@ -169,7 +165,7 @@ def test_an_update_that_cannot_be_had_is_gone_around_by_later_weights(
 def test_member_far_behind_gets_weights_and_then_the_updates(
     store: FaultyStore, leader: Leader, miner: Miner
 ) -> None:
-    """The manifests between come several at once: of thousands each takes a request's time."""
+    """The manifests are fetched in parallel, since thousands of requests would take long."""
     both = threading.Barrier(2)
 
     def meet(data: bytes) -> bytes:
@@ -178,7 +174,7 @@ def test_member_far_behind_gets_weights_and_then_the_updates(
 
     for outer_step in (2, 3):
         store.faults["get", keys.outer_key(outer_step, keys.MANIFEST)] = meet
-    # As many bytes as 8 updates: from nine on they are fewer.
+    # Whole weights are as large as 8 updates here, so they are smaller than 9 updates.
     for outer_step in range(1, 11):
         leader.take_outer_step(whole=outer_step == 9)
     [weights] = miner.pass_time(60)
@@ -186,9 +182,7 @@ def test_member_far_behind_gets_weights_and_then_the_updates(
     assert weights.path.read_bytes().startswith(b"model 000009")
     assert weights.weights == leader.chain[9].weights and "fewer bytes" in weights.whole
     assert not any(key.endswith(keys.UPDATE) for op, key in store.asked if op == "get_range")
-    miner.rounds.applied(9)
-    miner.turn()
-    [update] = miner.take_facts()
+    [update] = miner.apply(9)
     assert isinstance(update, Update) and update.outer_step == 10
 
 
@@ -199,12 +193,12 @@ def test_after_a_rewind_the_weights_are_fetched(leader: Leader, miner: Miner) ->
     leader.go_back(0)
     [weights] = miner.pass_time(30)
     assert isinstance(weights, Update) and weights.whole and weights.outer_step == 2
-    # Movement away from weights that were left would be added to those that were gone back to.
+    # Otherwise training on the abandoned weights would be added to the restored ones.
     assert weights.base is Base.REFUSED and "went back to outer step 0" in weights.cause
 
 
 def test_member_away_over_a_rewind_takes_its_weights_at_once(leader: Leader, miner: Miner) -> None:
-    """Updates to weights that the network has left lead nowhere."""
+    """Updates of the abandoned history would not lead to the network's head."""
     leader.take_outer_step()
     leader.take_outer_step(whole=True)
     leader.go_back(1)
@@ -213,9 +207,7 @@ def test_member_away_over_a_rewind_takes_its_weights_at_once(leader: Leader, min
     assert isinstance(weights, Update) and weights.outer_step == 3
     assert weights.whole == weights.cause == "the network went back to outer step 1"
     assert weights.base is Base.REFUSED
-    miner.rounds.applied(3)
-    miner.turn()
-    [update] = miner.take_facts()
+    [update] = miner.apply(3)
     assert isinstance(update, Update) and update.outer_step == 4 and not update.whole
     assert update.base is Base.KEPT
 
@@ -232,7 +224,7 @@ def test_a_close_that_moved_voids_its_upload_and_is_followed_by_another(
     assert second.serial == first.serial + 1
     assert miner.pass_time(PERIOD + 10) == [second]
     assert miner.upload_path(second) != miner.upload_path(first)
-    # It is too late for the first one.
+    # It is too late for the first upload.
     miner.send(first)
     miner.turn()
     [failed] = miner.take_facts()
@@ -244,7 +236,7 @@ def test_a_close_that_moved_voids_its_upload_and_is_followed_by_another(
 
 
 def test_weights_that_skip_our_upload_carry_its_fate(leader: Leader, miner: Miner) -> None:
-    """Else merged movement would be carried into the next upload too."""
+    """Otherwise the next upload would contain movement that was already merged."""
     close, digest = send(leader, miner)
     for outer_step in range(1, 11):
         ours = (merged(UID, digest),) if outer_step == 1 else (merged(0, "f" * 64),)
@@ -257,7 +249,7 @@ def test_weights_that_skip_our_upload_carry_its_fate(leader: Leader, miner: Mine
 def test_another_file_for_a_close_is_not_taken_for_the_upload_that_was_merged(
     leader: Leader, miner: Miner
 ) -> None:
-    """A miner that lost its newest checkpoint continues from one that knows no upload."""
+    """A miner that lost its newest checkpoint may write another file for the same close."""
     close, digest = send(leader, miner)
     path = miner.upload_path(close)
     path.write_bytes(path.read_bytes() + b"another")
@@ -268,25 +260,21 @@ def test_another_file_for_a_close_is_not_taken_for_the_upload_that_was_merged(
 
 @pytest.mark.parametrize("newer", [True, False])
 def test_weights_that_were_asked_for_are_fetched(leader: Leader, miner: Miner, newer: bool) -> None:
-    """An update was not applied twice: our weights are not those of its outer step."""
+    """An update failed twice because our weights are not those of its outer step."""
     _, digest = send(leader, miner)
     leader.take_outer_step(whole=newer, merged=(merged(UID, digest),))
     assert isinstance(miner.pass_time(10)[-1], Update)
-    miner.rounds.applied(0, wants_weights=True)
-    miner.turn()
-    [weights] = miner.take_facts()
+    [weights] = miner.apply(0, wants_weights=True)
     assert isinstance(weights, Update) and weights.whole and weights.outer_step == int(newer)
     assert weights.base is (Base.MERGED if newer else Base.KEPT)
-    # Once: what follows are updates again.
-    miner.rounds.applied(weights.outer_step)
-    miner.turn()
-    assert [type(fact) for fact in miner.take_facts()] == ([] if newer else [Update])
+    # Whole weights come only once; updates follow.
+    assert [type(fact) for fact in miner.apply(weights.outer_step)] == ([] if newer else [Update])
 
 
 def test_an_upload_is_counted_once_where_older_weights_were_taken(
     leader: Leader, miner: Miner
 ) -> None:
-    """Else the next upload would take back this one's movement."""
+    """Otherwise the next upload would undo the movement of this one."""
     for outer_step in range(2):
         close = leader.close
         miner.pass_time(PERIOD)
@@ -296,16 +284,12 @@ def test_an_upload_is_counted_once_where_older_weights_were_taken(
         assert isinstance(update, Update) and update.base is Base.MERGED
         if not outer_step:
             miner.rounds.applied(1)
-    # The second update was not applied twice.
-    miner.rounds.applied(1, wants_weights=True)
-    miner.turn()
-    [weights] = miner.take_facts()
+    # The second update failed twice.
+    [weights] = miner.apply(1, wants_weights=True)
     assert isinstance(weights, Update) and weights.whole
     assert (weights.outer_step, weights.base) == (0, Base.KEPT)
     for held, base in ((0, Base.KEPT), (1, Base.MERGED)):
-        miner.rounds.applied(held)
-        miner.turn()
-        [update] = miner.take_facts()
+        [update] = miner.apply(held)
         assert isinstance(update, Update) and (update.outer_step, update.base) == (held + 1, base)
 
 
@@ -325,7 +309,7 @@ def test_the_manifest_shows_the_fate_of_our_upload(
 ) -> None:
     close, digest = send(leader, miner)
     if {"late", "not-judged"} & {*verdict}:
-        digest = ""  # nobody has read it
+        digest = ""  # the validator has not read the file
     others = (refused("late", "", uid=UID + 1), *(refused(each, digest) for each in verdict))
     leader.take_outer_step(refused=others)
     update = miner.pass_time(10)[-1]
@@ -335,7 +319,7 @@ def test_the_manifest_shows_the_fate_of_our_upload(
 
 
 def test_an_upload_with_a_factor_of_0_is_carried_over(leader: Leader, miner: Miner) -> None:
-    """Else its movement would be lost, because no update has it."""
+    """Otherwise its movement would be lost, because no update contains it."""
     _, digest = send(leader, miner)
     ours = replace(merged(UID, digest), factor=0.0)
     leader.take_outer_step(merged=(ours, merged(UID + 1, "1" * 64)))
@@ -351,10 +335,8 @@ def test_no_member_with_other_weights_is_asked_to_upload(
     leader.take_outer_step()
     store.faults["head", keys.outer_key(1, keys.UPDATE)] = away(errors.RefusedError)
     assert miner.pass_time(PERIOD + GRACE) == [] and miner.head == 1
-    # And who got them after the grace is too late.
-    miner.rounds.applied(1)
-    miner.turn()
-    assert miner.take_facts() == []
+    # A member that gets the weights after the grace is too late.
+    assert miner.apply(1) == []
 
 
 def away(kind: type[errors.StoreError]) -> Callable[[Any], Any]:
@@ -367,7 +349,7 @@ def away(kind: type[errors.StoreError]) -> Callable[[Any], Any]:
 # --- what is not taken ------------------------------------------------------------------------
 
 
-#: Words of the line -> what the store shows in place of the state.
+#: Words of the warning -> a function that puts something else in place of the state.
 REFUSED: dict[str, Callable[[Leader], object]] = {
     "not signed by the network's master": lambda leader: leader.put_state(THIEF, serial=9),
     "another history": lambda leader: leader.put_state(serial=9, head="0" * 64),
@@ -448,50 +430,33 @@ def test_older_bytes_of_a_cache_are_asked_for_again_at_the_next_turn(
     assert miner.head == 1
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        away(errors.AccessDeniedError),
-        away(errors.TransientError),
-        away(errors.BucketMissingError),
-        away(errors.RefusedError),
-    ],
-)
+@pytest.mark.parametrize("kind", [errors.AccessDeniedError, errors.TransientError,
+                                  errors.BucketMissingError, errors.NotGrantedError])  # fmt: skip
 @pytest.mark.parametrize("operation", ["head", "get"])
 def test_a_store_that_is_away_costs_one_line(
     leader: Leader,
     miner: Miner,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
-    fault: Callable[[Any], Any],
+    kind: type[errors.StoreError],
     operation: str,
 ) -> None:
     monkeypatch.setattr("distributed_training.store.transfer.Uplink.sleep", stop_retrying)
     leader.take_outer_step()
-    leader.store.faults[operation, keys.STATE] = fault
+    leader.store.faults[operation, keys.STATE] = away(kind)
     assert miner.pass_time(500) == []
     [line] = warnings(caplog)
     assert "The store cannot be read" in line and "503 SlowDown" in line
-    assert miner.rounds.silent_since is not None
-    # It answers, with a state that is not taken.
+    # If the registry has granted no URL, nothing is known about the store.
+    silent = (operation, kind) != ("head", errors.NotGrantedError)
+    assert (miner.rounds.silent_since is not None) == silent
+    # Now it answers, but with a state that is refused.
     leader.store.faults = {(kind, keys.STATE): lambda found: None for kind in ("head", "get")}
     assert miner.pass_time(30) == [] and miner.rounds.silent_since is None
     caplog.clear()
     leader.store.faults.clear()
     assert [type(fact) for fact in miner.pass_time(30)] == [Update]
     assert warnings(caplog) == []
-
-
-def test_a_registry_that_grants_no_url_is_no_silent_store(
-    store: FaultyStore, leader: Leader, miner: Miner, caplog: pytest.LogCaptureFixture
-) -> None:
-    def not_granted(found: Any) -> Any:
-        raise errors.NotGrantedError("access: ConnectError: connection refused at https://lab")
-
-    leader.take_outer_step()
-    store.faults["head", keys.STATE] = not_granted
-    assert miner.pass_time(500) == []
-    assert miner.rounds.silent_since is None and "cannot be read" in caplog.text
 
 
 def test_a_store_that_hangs_is_silent_before_it_fails(
@@ -534,7 +499,8 @@ def test_files_that_no_checkpoint_needs_are_deleted(
     close = leader.close
     miner.pass_time(PERIOD)
     digest = miner.write_upload(close)
-    (tmp_path / "rounds" / "uploads" / "0.1.parts").mkdir()  # what ranks write, killed
+    # Left by ranks that were killed while writing.
+    (tmp_path / "rounds" / "uploads" / "0.1.parts").mkdir()
     given_up = tmp_path / "rounds" / "updates" / ".1.safetensors.part"
     given_up.parent.mkdir()
     given_up.touch()
@@ -545,10 +511,8 @@ def test_files_that_no_checkpoint_needs_are_deleted(
     assert isinstance(first, Update) and first.own_upload is not None
     miner.rounds.forget(0)
     assert first.path.exists() and first.own_upload.exists()
-    # A checkpoint of outer step 0 would apply it once more.
-    miner.rounds.applied(0)
-    miner.turn()
-    assert miner.take_facts() == [first]
+    # A miner that continues from a checkpoint of outer step 0 applies the update again.
+    assert miner.apply(0) == [first]
     miner.rounds.forget(1)
     assert not first.path.exists() and not first.own_upload.exists() and not given_up.exists()
 
@@ -585,7 +549,7 @@ def test_an_upload_that_is_refused_is_sent_until_the_grace_ends(
     [line] = warnings(caplog)
     assert "503 SlowDown; trying again soon" in line
     assert (leader.store.get(key, limit=99) is not None) == returns
-    # Its movement is in the next one then: nothing is lost.
+    # If it was not sent, the next upload contains its movement, so nothing is lost.
     leader.take_outer_step(merged=(merged(UID, digest if returns else "e" * 64),))
     update = miner.pass_time(10)[-1]
     assert update.base is (Base.MERGED if returns else Base.KEPT)
@@ -608,7 +572,7 @@ def test_an_upload_has_ended_before_the_store_is_swept(
 @pytest.mark.parametrize("away", [True, False])
 @pytest.mark.parametrize("at", ["list_multiparts", "abort_multipart"])
 def test_a_sweep_can_be_stopped_at_each_request(at: str, away: bool) -> None:
-    """In the middle of many aborts too, of which it begins no more then."""
+    """A stop in the middle of many aborts prevents those that have not begun."""
     uplink, aborts = Uplink(), list[str]()
 
     def before(operation: str, key: str) -> None:
@@ -677,9 +641,9 @@ def test_progress_is_sent_in_place_of_the_last_and_ends_for_a_close(
         assert (sent.cause, sent.size) == ("", size)
         assert leader.store.get(key, limit=size) == text.ljust(size)
     assert not miner.rounds._uploads.begun(leader.close), "the close has its own upload"
-    # The store does not answer; then the close comes.
+    # The store does not answer, and then the close comes.
     if size > transfer.PART:
-        return  # a fault has no names for parts
+        return  # FaultyStore cannot disturb the parts of a multipart upload
     leader.store.faults["put", key] = away(errors.TransientError)
     leader.store.faults["put", key].first = True  # type: ignore[attr-defined]
     miner.write_upload(Close(0, 0), b"of 180 steps")
@@ -711,13 +675,13 @@ def test_a_members_own_score_is_logged_when_a_manifest_brings_one(
 def test_two_valid_manifests_of_one_step_stop_everything_and_both_are_shown(
     leader: Leader, miner: Miner, tmp_path: Path, caplog: pytest.LogCaptureFixture, known: bool
 ) -> None:
-    """The master's key signs a second history, from which the state continues."""
+    """The master's key has signed a second history, and the state continues from it."""
     leader.take_outer_step()
     miner.pass_time(60)
     miner.rounds.applied(1)
     ours = leader.chain.pop()
     leader.publish_manifest(serial=99)
-    if not known:  # the next outer step follows it, and the state names only that one
+    if not known:  # the state names only the next outer step, which follows it
         leader.publish_manifest()
     leader.move_close()
     posted = miner.pass_time(2 * PERIOD)
@@ -728,11 +692,11 @@ def test_two_valid_manifests_of_one_step_stop_everything_and_both_are_shown(
     folder = tmp_path / "rounds" / "chain"
     both = {(folder / name).read_bytes() for name in ("1.json", "1.other.json")}
     assert len(both) == 2 and ours.to_bytes(leader.master.sign)[:60] in {b[:60] for b in both}
-    # What is written is not sent, and the loop, which waits for its end, learns of it.
+    # A written upload is not sent, and an event says so to the loop, which waits for its end.
     miner.send(Close(1, 3, 0.0, 60.0))
     miner.turn()
     assert miner.take_facts() == [UploadEnded(Close(1, 3), forked.cause)]
-    # Also after a restart, until the operator has asked.
+    # This holds after a restart too, until the founder recovers the network.
     again = Miner(leader.store, tmp_path / "rounds", leader.time)
     posted = again.pass_time(2 * PERIOD)
     assert [type(fact) for fact in posted] == [NetworkDiffers]
@@ -763,13 +727,13 @@ def test_the_store_is_asked_at_a_bounded_rate(
     store: FaultyStore, leader: Leader, miner: Miner, time: Time
 ) -> None:
     before = store.asked.total()
-    for _ in range(20):  # whatever wakes the thread up
+    for _ in range(20):  # however often something wakes the thread
         miner.rounds.applied(0)
         miner.turn()
     assert store.asked.total() == before
     miner.pass_time(PERIOD - 1)
     assert store.asked.total() - before <= PERIOD / 30 + 1
-    # 5 s while the update is awaited, and 30 s again where that takes long.
+    # It asks every 5 s while it waits for the update, and every 30 s if that takes long.
     before = store.asked.total()
     miner.pass_time(GRACE + 600)
     assert store.asked.total() - before <= (GRACE + 600) / 5 + 3
@@ -786,6 +750,6 @@ def test_a_finished_network_says_so_once_and_asks_for_no_upload(
     finished = StopRequested("the network is finished: 12 outer steps", ExitStatus.FINISHED)
     assert miner.pass_time(5 * PERIOD) == [finished]
     assert warnings(caplog) == []
-    # Whoever starts later learns it too.
+    # A member that starts later gets the same event.
     late = Miner(leader.store, tmp_path / "late", miner.time)
     assert late.pass_time(60) == [finished]
