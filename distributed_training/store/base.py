@@ -95,6 +95,7 @@ def md5_of(data: bytes | Section) -> str:
 #: The most objects to list, because the listing of an untrusted bucket may never end.
 MOST_LISTED = 200_000
 _COMPARED = 16 * 1024 * 1024  # bytes to fetch and compare at a time
+PART = 64 * 1024 * 1024  # bytes; a larger file or object is sent in parts of this size
 CONCURRENT = 6  # how many parts, ranges or small files are sent or fetched at once
 
 

@@ -12,7 +12,6 @@ upload, so a miner that restarts sends only the missing parts.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,9 +23,21 @@ from urllib.parse import quote, urlsplit
 from pydantic import Field, TypeAdapter, ValidationError
 
 from distributed_training.common.addresses import keeps_secrets
+from distributed_training.common.http import PAST_CACHES
 from distributed_training.config.settings import StoreSettings
+from distributed_training.protocol.keys import OUTER
 
-from .base import CONCURRENT, MOST_LISTED, ObjectInfo, Section, md5_of, same_etag
+from .base import (
+    CONCURRENT,
+    MOST_LISTED,
+    OF_PARTS,
+    PART,
+    ObjectInfo,
+    Section,
+    is_md5,
+    md5_of,
+    same_etag,
+)
 from .errors import (
     AccessDeniedError,
     RefusedError,
@@ -36,7 +47,6 @@ from .errors import (
 from .s3 import S3ObjectStore, base64_md5
 from .transfer import multipart_etag, run_all
 
-PART = 64 * 1024 * 1024  # bytes in one request; a larger object is sent in parts of this size
 MOST_PARTS = 4096
 UPLOADS = "uploads/"
 #: Asks the registry, as :meth:`~distributed_training.chain.registry.RegistryChain.access` does.
@@ -99,6 +109,8 @@ class AccessStore(S3ObjectStore):
     def _choose_url(self, params: Any, model: Any, context: Any, **_: Any) -> None:
         """Find the URL of a request before the request is built. Raises StoreError."""
         key = params["Key"].removeprefix(self._prefix)
+        # A cache may answer requests without a key.
+        context["changing"] = model.name in _READS and not key.startswith(OUTER)
         operation = _READS.get(model.name)
         if operation is None:
             # put() has just asked for this URL.
@@ -203,7 +215,8 @@ class AccessStore(S3ObjectStore):
             own = multipart_etag(digests) if len(parts) > 1 else digests[0]
             # An etag that is not an MD5 proves nothing. In that case, assume that the object is the
             # one that was sent earlier.
-            same = same_etag(held.etag, own) or not _OF_MD5.fullmatch(held.etag)
+            is_digest = is_md5(held.etag) or OF_PARTS.fullmatch(held.etag)
+            same = same_etag(held.etag, own) or not is_digest
             if held.size == len(data) and same:
                 return held.etag
             raise TakenError(
@@ -250,11 +263,12 @@ class AccessStore(S3ObjectStore):
 
 
 _READS = {"GetObject": "get_object", "HeadObject": "head_object"}
-_OF_MD5 = re.compile(r"[0-9a-fA-F]{32}(-[0-9]+)?")
 
 
 def _use_url(params: Any, context: Any, **_: Any) -> None:
     params["url"] = context["url"]
+    if context["changing"]:
+        params["headers"].update(PAST_CACHES)
     # Otherwise botocore would ask where the bucket is after each redirect.
     context.setdefault("s3_redirect", {}).update(redirected=True)
 

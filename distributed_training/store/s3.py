@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
-from distributed_training.common.http import PAST_CACHES, answered_at, refuses
+from distributed_training.common.http import answered_at, refuses
 from distributed_training.common.proxies import proxy_for, via
 from distributed_training.config.settings import StoreSettings
 from distributed_training.protocol.keys import OUTER, STATE, r2_endpoint
@@ -78,6 +78,27 @@ _NO_PERMISSION = frozenset({"AccessDenied", "Forbidden", "403", ""})
 _OTHER_REASON = re.compile(
     r"\b(caps?|quotas?|exceed\w*|payments?|billing|overdue|suspended|lock\w*|retention)\b", re.I
 )
+#: Code -> the error and its text, into which the answer is put.
+_BY_CODE: dict[str, tuple[type[StoreError], str]] = {
+    "NoSuchUpload": (UploadMissingError, "the store does not know this multipart upload ({})"),
+    "RequestTimeTooSkewed": (
+        ClockSkewError,
+        "this machine's clock differs too much from the store's ({}), so no request is accepted: "
+        "set the clock (timedatectl set-ntp true)",
+    ),
+    "BadDigest": (IntegrityError, "other bytes arrived than were sent ({})"),
+}
+#: The same for statuses, whatever the code is.
+_BY_STATUS: dict[int, tuple[type[StoreError], str]] = {
+    404: (ObjectMissingError, "no such object ({})"),
+    412: (PreconditionError, "the object changed meanwhile ({})"),
+    413: (
+        RefusedError,
+        "the store, or a proxy before it, accepts no body of this size ({}): whoever runs the "
+        "proxy must raise its limit to 65 MB, above the largest part of an upload (nginx: "
+        "client_max_body_size 65m)",
+    ),
+}
 _LONGEST_SENTENCE = 150
 _LIKE_A_SECRET = re.compile(r"[A-Za-z0-9+=]{32,}|(?<=\?)\S+")  # a key, a signed query
 
@@ -183,7 +204,6 @@ class S3ObjectStore:
         self._endpoint = endpoint_url
         self._is_r2 = (urlsplit(endpoint_url).hostname or "").endswith(".r2.cloudflarestorage.com")
         self._keys = keys or AccessKeys(SecretStr(""), SecretStr(""))
-        self._region = settings.region
         proxy, scheme = proxy_for(endpoint_url), urlsplit(endpoint_url).scheme
         authorities = _authorities() if scheme == "https" else None
         with _CLIENTS:
@@ -226,9 +246,6 @@ class S3ObjectStore:
             "before-call.s3.HeadBucket",
             lambda context, **_: context.setdefault("s3_redirect", {}).update(redirected=True),
         )
-        if keys is None:  # a cache answers only requests without a key
-            self._client.meta.events.register("before-parameter-build.s3", self._note_changing)
-            self._client.meta.events.register("before-call.s3", _ask_past_caches)
 
     @classmethod
     def from_settings(cls, settings: StoreSettings, *, bucket: str, write: bool) -> S3ObjectStore:
@@ -264,10 +281,6 @@ class S3ObjectStore:
         """Create the bucket, unless it is already ours. A prefix need not be created."""
         with self._errors("create", self._bucket) as call:
             call(self._client.create_bucket)
-
-    def _note_changing(self, params: Any, context: Any, **_: Any) -> None:
-        key = str(params.get("Key", "")).removeprefix(self._prefix)
-        context["changing"] = not key.startswith(OUTER)
 
     # --- objects --------------------------------------------------------------------------------
 
@@ -421,14 +434,9 @@ class S3ObjectStore:
         """
         etag = _etag_of(answer)
         if is_md5(etag) and not same_etag(etag, md5):
-            place = f"write {self._bucket}/{what}"
-            if str(answer.get("ServerSideEncryption", "")).startswith("aws:kms"):
-                raise IntegrityError(
-                    f"{place}: the bucket encrypts with KMS, whose etags are not MD5s, so uploads "
-                    "cannot be checked: switch it to AES256 (SSE-S3)"
-                )
             raise IntegrityError(
-                f"{place}: the store holds other bytes than those sent: MD5 {etag} instead of {md5}"
+                f"write {self._bucket}/{what}: the store holds other bytes than those sent (MD5 "
+                f"{etag} instead of {md5}), or it encrypts with KMS: use AES256 (SSE-S3) instead"
             )
         return etag
 
@@ -565,23 +573,9 @@ class S3ObjectStore:
                 "nothing can be read or published there: create it "
                 f"{where}under exactly this name"
             )
-        if code == "NoSuchUpload":
-            return UploadMissingError(
-                f"{place}: the store does not know this multipart upload ({answer})"
-            )
-        if code == "RequestTimeTooSkewed":
-            return ClockSkewError(
-                f"{place}: this machine's clock differs too much from the store's ({answer}), so "
-                "no request is accepted: set the clock (timedatectl set-ntp true)"
-            )
-        if code == "AuthorizationHeaderMalformed":
-            text = f"{error.get('Region', '')} {error.get('Message', '')}"
-            named = re.match(r"([a-z0-9-]{2,40}) ", text)
-            if named := named or re.search(r"expecting '([a-z0-9-]+)'", text):
-                return StoreError(
-                    f"{place}: the store answered {answer}: the founder must set store.region in "
-                    f"the network's file to {named[1]} instead of {self._region}"
-                )
+        if code in _BY_CODE:
+            kind, text = _BY_CODE[code]
+            return kind(f"{place}: {text.format(answer)}")
         if code in _BAD_KEYS or status == 401:
             what, where = self._keys.what, " from the R2 dashboard" if self._is_r2 else ""
             host = "" if self._is_r2 or code != "SignatureDoesNotMatch" else _CHANGED_HOST
@@ -603,26 +597,20 @@ class S3ObjectStore:
                 f"the permission to {verb}{remedy if self._is_r2 else ''}"
             )
         # An answer to HEAD has no body, so botocore uses the status as the code.
-        if code in ("NoSuchKey", "404", "NotFound") or status == 404:
-            return ObjectMissingError(f"{place}: no such object ({answer})")
-        if status == 412:
-            return PreconditionError(f"{place}: the object changed meanwhile ({answer})")
-        if 300 < status < 304 or status in (307, 308):
+        if code in ("NoSuchKey", "404", "NotFound"):
+            status = 404
+        if status in _BY_STATUS:
+            kind, text = _BY_STATUS[status]
+            return kind(f"{place}: {text.format(answer)}")
+        if 300 < status < 304 or status in (307, 308) or code == "AuthorizationHeaderMalformed":
             # Do not follow it, since the other host would get our signature. 302, 303 and 307 may
             # be temporary.
             kind = TransientError if status in (302, 303, 307) else StoreError
             return kind(
-                f"{place}: {self._endpoint} redirects elsewhere ({answer}): correct "
-                "store.endpoint or store.region of the network's file, or the proxy before it"
+                f"{place}: {self._endpoint} redirects elsewhere, or expects another region "
+                f"({answer}): correct store.endpoint or store.region of the network's file, or the "
+                "proxy before it"
             )
-        if status == 413:
-            return RefusedError(
-                f"{place}: the store, or a proxy before it, accepts no body of this size "
-                f"({answer}): whoever runs the proxy must raise its limit to 65 MB, above the "
-                "largest part of an upload (nginx: client_max_body_size 65m)"
-            )
-        if code == "BadDigest":
-            return IntegrityError(f"{place}: other bytes arrived than were sent ({answer})")
         passes = status in _PASSING_STATUS or status >= 500 or code in _PASSING_CODES
         if passes and status not in _NEVER:
             return TransientError(f"{place}: the store answered {answer}")
@@ -645,11 +633,6 @@ def _cache_control(key: str) -> dict[str, str]:
         return {"CacheControl": "public, max-age=86400, immutable"}
     # A member that reads an old state would miss closes.
     return {"CacheControl": "no-store"} if key == STATE else {}
-
-
-def _ask_past_caches(params: Any, model: Any, context: Any, **_: Any) -> None:
-    if model.name in ("GetObject", "HeadObject") and context.get("changing"):
-        params["headers"].update(PAST_CACHES)
 
 
 def _etag_of(answer: dict[str, Any]) -> str:

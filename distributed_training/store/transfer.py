@@ -37,10 +37,12 @@ from distributed_training.common.files import (
     write_state,
 )
 from distributed_training.common.memory import DISK_RESERVE
+from distributed_training.protocol.network_report import span
 
 from .base import (
     CONCURRENT,
     OF_PARTS,
+    PART,
     MultipartInfo,
     MultipartStore,
     ObjectInfo,
@@ -111,15 +113,10 @@ class _Progress:
                 return
             rate = (self._there - before) / (now - at)
             self._since = now, self._there
-        unit, name = (1e9, "GB") if self._total >= 1e8 else (1e6, "MB")
-        there, total = self._there / unit, self._total / unit
         seconds = (self._total - self._there) / max(rate, 1.0)
-        minutes = round(seconds / 60)
-        left = f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+        there, total = size_text(self._there), size_text(self._total)
         log.info(
-            "%s: %.1f of %.1f %s, %.*f MB/s, %s left",
-            *(self._what, there, total, name, 0 if rate >= 1e7 else 1, rate / 1e6),
-            left if minutes else "less than a minute",
+            "%s: %s of %s, %s/s, %s left", self._what, there, total, size_text(rate), span(seconds)
         )
         if self._follower:
             self._follower(self._there, self._total, seconds)
@@ -364,9 +361,6 @@ def size_text(count: float) -> str:
 
 
 # --- uploads ------------------------------------------------------------------------------------
-
-MIB = 1024 * 1024
-PART = 64 * MIB  # a larger file is sent in parts of this size
 
 
 def upload(

@@ -23,7 +23,6 @@ from distributed_training.protocol.metadata import BucketCredentials
 from distributed_training.store import folder
 from distributed_training.store.base import MultipartStore, ObjectStore, Section, put_once
 from distributed_training.store.bucket_reader import (
-    BucketReader,
     WritableReadKeyError,
     check_read_key,
 )
@@ -43,15 +42,13 @@ from distributed_training.store.errors import (
 from distributed_training.store.folder import FolderStore
 from distributed_training.store.opening import open_store
 from distributed_training.store.s3 import S3ObjectStore
-from distributed_training.store.transfer import multipart_etag, sweep_uploads
+from distributed_training.store.transfer import multipart_etag
 from tests.tools.access_world import AccessWorld
 from tests.tools.chain_world import PEER
 from tests.tools.measured import open_below
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.support_store import (
-    assert_published,
     new_bucket,
-    publish,
     settings_for,
 )
 from tests.toys import store as toys
@@ -261,26 +258,6 @@ def test_multipart(in_parts: MultipartStore, tmp_path: Path) -> None:
         store.list_parts("big", other)
     with pytest.raises(UploadMissingError):
         store.complete_multipart("big", other, parts[:1])
-
-
-@pytest.mark.parametrize("kind", ["s3", "folder", "memory", "folder prefix", *PREFIXED])
-def test_files_are_uploaded_to_any_kind(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    """They are read back whole; a second upload replaces them, as after a restart."""
-    store = made(kind, request)
-    files = {"uploads/7/3.0.safetensors": tmp_path / "large", "uploads/7/a": tmp_path / "small"}
-    for path, size in zip(files.values(), (6 * MIB, 10), strict=True):
-        path.write_bytes(os.urandom(size))
-    for _ in range(2):
-        assert not publish(store, files)
-    assert_published(store, files)
-    sweep_uploads(store, prefix="uploads/7/", is_stuck=lambda one: True)
-    reader = BucketReader(store)
-    for key, path in files.items():
-        reader.download(key, tmp_path / "back", limit=10 * MIB)
-        assert (tmp_path / "back").read_bytes() == path.read_bytes()
-    toys.BUCKETS.clear()
 
 
 def test_a_folder_takes_nothing_from_outside_and_nothing_without_its_disk(tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ import pytest
 from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.store import transfer
 from distributed_training.store.s3 import S3ObjectStore
-from distributed_training.store.transfer import MIB, stuck_uploads, sweep_uploads, upload
+from distributed_training.store.transfer import stuck_uploads, sweep_uploads, upload
 from tests.tools.store_shim import DROP, STALL, Call, Shim, make_certificate
 from tests.tools.support_store import LARGE, Upload, new_bucket, settings_for
 
 pytestmark = pytest.mark.timeout(300)
+MIB = 1024 * 1024
 
 
 class FirstPartLast:

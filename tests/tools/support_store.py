@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import uuid
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from unittest.mock import patch
 from distributed_training.config.settings import StoreSettings
 from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.store import transfer
-from distributed_training.store.base import ObjectStore
 from distributed_training.store.errors import StoreError
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.store.transfer import Retry, deadline_in, upload_all
@@ -39,21 +37,6 @@ def new_bucket(server: ObjectStoreServer, settings: StoreSettings) -> S3ObjectSt
     store = S3ObjectStore.from_settings(settings, bucket=name, write=True)
     store.create_bucket()
     return store
-
-
-def publish(
-    store: ObjectStore,
-    files: Mapping[str, Path],
-    *,
-    within: timedelta = timedelta(seconds=60),
-) -> str:
-    """Upload ``files``, by key, from where an earlier upload ended; return why it failed."""
-    try:
-        with patch.object(transfer, "PART", PART):
-            upload_all(store, files.items(), until=deadline_in(within))
-    except (StoreError, OSError) as error:
-        return str(error)
-    return ""
 
 
 class Upload:
@@ -82,16 +65,17 @@ class Upload:
         """Upload the files by way of ``endpoint``; return why that failed."""
         settings = dataclasses.replace(self.settings, endpoint_url=endpoint)
         store = S3ObjectStore.from_settings(settings, bucket=self.bucket.bucket, write=True)
-        return publish(store, self.files, within=self._within)
+        try:
+            with patch.object(transfer, "PART", PART):
+                upload_all(store, self.files.items(), until=deadline_in(self._within))
+        except (StoreError, OSError) as error:
+            return str(error)
+        return ""
 
     def assert_whole(self, failed: str) -> None:
+        """Each object holds the bytes of its file, and no upload is left unfinished."""
         assert not failed
-        assert_published(self.bucket, self.files)
+        retry = Retry(each=timedelta(seconds=30))  # a busy machine answers slowly
+        for key, path in self.files.items():
+            assert retry(self.bucket.get, key, limit=1 << 30) == path.read_bytes(), key
         assert self.bucket.list_multiparts() == []
-
-
-def assert_published(store: ObjectStore, files: Mapping[str, Path]) -> None:
-    """Each object holds the bytes of its file."""
-    retry = Retry(each=timedelta(seconds=30))  # a busy machine's answers slowly
-    for key, path in files.items():
-        assert retry(store.get, key, limit=1 << 30) == path.read_bytes(), key

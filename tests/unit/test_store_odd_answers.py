@@ -15,7 +15,6 @@ from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
 
 import pytest
 from pydantic import SecretStr
@@ -223,25 +222,10 @@ def one_at(url: str) -> S3ObjectStore:
     return S3ObjectStore(bucket="b-7", endpoint_url=url, keys=keys, settings=StoreSettings())
 
 
-def test_a_store_below_a_path_is_asked_there() -> None:
-    store = one_at("https://a.example/storage/v1/s3")
-    asked = []
-
-    def send(request: Any, **_: Any) -> None:
-        asked.append(urlsplit(request.url).path)
-        raise ConnectionError
-
-    store._client.meta.events.register("before-send.s3", send)
-    for operation in OPERATIONS.values():
-        with pytest.raises(TransientError):
-            operation(store)
-    assert set(asked) == {"/storage/v1/s3/b-7/k"} and len(asked) == len(OPERATIONS)
-
-
-def refused(status: int, code: str, message: str, *, at: str = "http://a", more: Any = None) -> str:
+def refused(status: int, code: str, message: str, *, at: str = "http://a") -> str:
     """Return class and text of the error that an answer becomes."""
     store = one_at(at)
-    answer = {"Code": code, "Message": message} | (more or {})
+    answer = {"Code": code, "Message": message}
     metadata = {"HTTPStatusCode": status}
     error = store._refused("write", "k", {"Error": answer, "ResponseMetadata": metadata})
     return f"{type(error).__name__}: {error}"
@@ -281,33 +265,23 @@ def test_a_refusal_has_the_stores_own_sentence_on_one_line_and_no_secret() -> No
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "message", "kind", "more"),
+    ("status", "code", "message", "kind"),
     [
-        (403, "AccessDenied", "Storage cap exceeded, see the Caps page", "RefusedError", {}),
-        (403, "AccessDenied", "object protected by object lock", "RefusedError", {}),
-        (403, "AccountProblem", "payment overdue", "RefusedError", {}),
-        (409, "ObjectLockedByBucketPolicy", "The object is locked", "RefusedError", {}),
-        (409, "OperationAborted", "in progress", "TransientError", {}),
-        (501, "NotImplemented", "not here", "UnsupportedError", {}),
-        (507, "XMinioStorageFull", "full", "TransientError", {}),
-        (
-            *(400, "AuthorizationHeaderMalformed", "the region 'auto' is wrong; expecting 'eu-1'"),
-            *("StoreError: .* store.region in the network.s file to eu-1 instead of auto", {}),
-        ),
-        (
-            *(400, "AuthorizationHeaderMalformed", "wrong region"),
-            *(
-                "StoreError: .* store.region in the network.s file to eu-2 instead",
-                {"Region": "eu-2"},
-            ),
-        ),
-        (403, "AccessDenied", "Access Denied", "AccessDeniedError: .* permission to write$", {}),
+        (403, "AccessDenied", "Storage cap exceeded, see the Caps page", "RefusedError"),
+        (403, "AccessDenied", "object protected by object lock", "RefusedError"),
+        (403, "AccountProblem", "payment overdue", "RefusedError"),
+        (409, "ObjectLockedByBucketPolicy", "The object is locked", "RefusedError"),
+        (409, "OperationAborted", "in progress", "TransientError"),
+        (501, "NotImplemented", "not here", "UnsupportedError"),
+        (507, "XMinioStorageFull", "full", "TransientError"),
+        (400, "AuthorizationHeaderMalformed", "expecting 'eu-1'", "StoreError: .*store.region"),
+        (403, "AccessDenied", "Access Denied", "AccessDeniedError: .* permission to write$"),
     ],
 )
 def test_a_retry_and_a_remedy_only_where_they_may_help(
-    status: int, code: str, message: str, kind: str, more: dict[str, str]
+    status: int, code: str, message: str, kind: str
 ) -> None:
-    said = refused(status, code, message, more=more)
+    said = refused(status, code, message)
     assert re.match(kind, said) and message in said and "dashboard" not in said
     assert "dashboard" in refused(403, "AccessDenied", "Access Denied", at=R2)
 
@@ -315,19 +289,15 @@ def test_a_retry_and_a_remedy_only_where_they_may_help(
 @pytest.mark.parametrize("name", ["put", "part"])
 def test_an_etag_of_other_bytes_is_named_and_one_that_is_no_md5_tells_nothing(name: str) -> None:
     md5 = hashlib.md5(b"x").hexdigest()
-    for etag, kms, error in (
-        (f'"{"0" * 32}"', "aws:kms", (IntegrityError, "KMS")),  # at once
-        (f'"{"0" * 32}"', "", (IntegrityError, "other bytes than those sent")),
-        (f'W/"{md5}"', "", None),
-        (f'"{md5.upper()}"', "", None),
-        ('"v1"', "", None),
+    for etag, accepted in (
+        (f'"{"0" * 32}"', False),
+        (f'W/"{md5}"', True),
+        (f'"{md5.upper()}"', True),
+        ('"v1"', True),
     ):
-        more = {"ETag": etag, "x-amz-server-side-encryption": kms}
-        with store_at(type("Kms", (Page,), {"more": more})) as store:
-            if error is None:
-                OPERATIONS[name](store)
-                continue
-            with pytest.raises(error[0], match=error[1]):
+        refuses = pytest.raises(IntegrityError, match=r"other bytes than those sent .*KMS")
+        with store_at(type("Odd", (Page,), {"more": {"ETag": etag}})) as store:
+            with contextlib.nullcontext() if accepted else refuses:
                 OPERATIONS[name](store)
 
 
