@@ -55,7 +55,7 @@ from distributed_training.network import (
     tree_of,
 )
 from distributed_training.protocol.types import FINAL, ExitStatus
-from distributed_training.registry.command import parse_serve, refuse_old_store
+from distributed_training.registry.command import parse_serve, require_store
 
 if TYPE_CHECKING:
     from distributed_training.node.start import StopSignals
@@ -114,7 +114,7 @@ class FounderPlan:
         url, served = config.chain.registry_url, folder / STORE
         own = url is not None and url == config.store.endpoint_url
         if own or served.exists():
-            refuse_old_store(served)
+            require_store(served)
         store = served if own else None
         if url is not None:
             words[_REGISTRY] = [*given, "--folder", str(folder / _REGISTRY)]

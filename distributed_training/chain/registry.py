@@ -13,7 +13,6 @@ import logging
 import random
 import re
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -47,7 +46,6 @@ INVITATION = re.compile(r"(https?://[^\s#]{1,2000}#[0-9a-f]{64})\.([\w-]{16,128}
 _FIRST_ANSWER = timedelta(seconds=30)  # time limit for the first answer to a command
 _MOST_BYTES = 16 * 2**20  # bytes of an answer; 4096 neurons take 2 MB, or 11 with the longest keys
 _OURS = "could not be asked, by a fault of this program"  # replaces "does not answer" in a warning
-_CLOCK_APART = 4.0  # seconds between two clocks from which a refused write mentions them
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,6 @@ class RegistryState:
     registry: Annotated[str, Field(pattern=r"^[a-z0-9.-]{1,63}/[0-9a-f]{1,32}/\w{40,60}$")]
     start: Annotated[str, Field(pattern="^[0-9a-f]{1,32}$")]
     version: int
-    time: float
     rows: tuple[tuple[int, Neuron, str | None], ...] = ()
     expelled: tuple[str, ...] = ()
     etag: str = ""  # etag of the rows and of the expelled hotkeys
@@ -70,8 +67,7 @@ class RegistryState:
         """Return the writes of ``hotkey`` in the rows, by kind; no writes if it has no uid."""
         for _, neuron, text in self.rows:
             if neuron.hotkey == hotkey:
-                peer = {"peer": neuron.peer} if neuron.peer else {}
-                serve = {"ip": neuron.ip, "port": neuron.port, **peer}
+                serve = {"ip": neuron.ip, "port": neuron.port, "peer": neuron.peer}
                 return {"serve": serve, "commit": {"text": text}}
         return {}
 
@@ -189,34 +185,19 @@ class RegistryChain(Chain):
         self._refuse_plain("access", "a signed URL is")
         return self._write("access", dict(request), changes=False)
 
-    def expel(self, hotkey: str, *, again: bool = False) -> dict[str, Any]:
-        """Expel another member's hotkey, or let it in again. For the founder only.
+    def administer(self, kind: str, **fields: Any) -> Any:
+        """Make a write that only the founder may make; return its result. Raises ChainError.
 
-        Returns its uid, the invitation that this ended, and who else joined with that invitation.
+        ``kind``: expel, invite, invitations, revoke or allow. ``fields`` and the result are those
+        of the method with this name in :class:`~..registry.store.Registry`.
         """
-        return dict(self._write("expel", {"hotkey": hotkey, **({"again": True} if again else {})}))
-
-    def invitations(self) -> list[dict[str, Any]]:
-        """Return the id, uses left, end and hotkeys of each invitation. For the founder only."""
-        return list(self._write("invitations", {}))
-
-    def revoke(self, invitation: str) -> list[str]:
-        """End the invitation with this id; return who joined with it. For the founder only."""
-        return list(self._write("revoke", {"invitation": invitation}))
-
-    def invite(self, hashed: str, *, uses: int, expires: float) -> None:
-        """Register an invitation by its hash. For the founder only."""
-        self._write("invite", {"hashed": hashed, "uses": uses, "expires": expires})
-
-    def allow(self, hotkey: str, allowed: bool = True) -> None:
-        """Allow a hotkey to register, or end the permission. For the founder only."""
-        self._write("allow", {"hotkey": hotkey, "allowed": allowed})
+        return self._write(kind, fields)
 
     def commit(self, text: str) -> None:
         self._write("commit", {"text": text})
 
     def serve(self, ip: str, port: int, peer: str = "") -> None:
-        self._write("serve", {"ip": ip, "port": port, **({"peer": peer} if peer else {})})
+        self._write("serve", {"ip": ip, "port": port, "peer": peer})
 
     def set_weights(self, weights: Mapping[int, float]) -> None:
         """Do nothing: the manifests of a network without a public chain have the scores."""
@@ -273,20 +254,11 @@ class RegistryChain(Chain):
         if answer.status == _NO_SUCH_PATH:
             raise RefusedWrite(f"{kind}: this registry does not support it")
         if answer.status != 200:
-            message = str(given)[:300]
-            seen, now = self._seen, time.time()
-            apart = 0.0 if seen is None else now - seen.time - self.age().total_seconds()
-            if abs(apart) >= _CLOCK_APART:
-                # Cut the registry's own advice, since this message gives the same.
-                message = (
-                    f"{message.partition('; see whether')[0]} (this machine's clock is "
-                    f"{apart:+.0f} s from the registry's: see whether timedatectl says "
-                    "'synchronized: yes')"
-                )
+            message = str(given)[:300].removeprefix(f"{kind}: ")
             # A proxy may report an error after the registry has done the write.
             refused = RefusedWrite if answer.status < 500 else ChainError
             refused = Busy if answer.status == _TOO_MANY else refused
-            raise refused(f"{kind}: {message.removeprefix(f'{kind}: ')}")
+            raise refused(f"{kind}: {message}")
         if kind in ("commit", "serve"):
             self._written[kind] = fields
         return given
@@ -423,7 +395,6 @@ class RegistryChain(Chain):
                     self._seen,
                     start=answer.headers["x-start"],
                     version=int(answer.headers["x-version"]),
-                    time=float(answer.headers["x-time"]),
                 )
                 return self._seen
             if answer.status != 200:

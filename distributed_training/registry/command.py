@@ -239,13 +239,11 @@ class _Followed:
 
 def _check_store(given: argparse.Namespace, config: Config | None) -> None:
     """Raise ConfigError if ``--store`` is a folder that the registry would serve to nobody."""
-    if given.store is None or (config is not None and not config.has_bucket):
-        return
-    why, remedy = "needs --network, which names the bucket to serve", "give --network too"
-    if config is not None:
-        why = f"has no use: each member of {given.network} has its own bucket (store.access)"
-        remedy = "leave --store out"
-    raise ConfigError(f"--store {why}, so nothing was started: {remedy}")
+    if given.store is not None and (config is None or config.has_bucket):
+        raise ConfigError(
+            "--store names a folder that nobody would read, so nothing was started: give --network "
+            "with a file whose members share a bucket (store.access), or leave --store out"
+        )
 
 
 def open_registry(given: argparse.Namespace, config: Config | None) -> Registry:
@@ -305,7 +303,7 @@ def open_access(
     bucket: S3ObjectStore | ServedFolder
     files = None
     if given.store is not None:
-        refuse_old_store(given.store)
+        require_store(given.store)
         url, secret = config.store.endpoint_url or "", read_secret(given.folder)
         bucket = files = ServedFolder(given.store / name, url=url, secret=secret)
     else:
@@ -330,15 +328,8 @@ def open_access(
     return Access(bucket, master=signer, largest_upload=largest), files
 
 
-def refuse_old_store(folder: Path) -> None:
-    """Raise ConfigError unless ``folder`` is a folder of buckets, as the validator writes it."""
-    if (folder / "swift.conf").exists() or (folder / "credentials.json").exists():
-        raise ConfigError(
-            f"{folder} is an object store of the previous edition (OpenStack Swift), which this "
-            "one cannot read, so nothing was started: copy its bucket with that edition (aws s3 "
-            f"sync s3://BUCKET NEW/BUCKET), put NEW in the place of {folder}, and sign the "
-            "network's file with store.endpoint = the URL of its registry"
-        )
+def require_store(folder: Path) -> None:
+    """Raise ConfigError unless ``folder``, which is to hold the buckets, exists."""
     if not folder.is_dir():
         raise ConfigError(
             f"{folder}, from which members would read, does not exist, so nothing was started: "
@@ -410,12 +401,12 @@ def invite(given: argparse.Namespace) -> None:
         raise ConfigError("no registry was named, so no request was sent: give --network or --url")
     with _chain(given) as chain:
         if given.revoke is not None:
-            members = chain.revoke(given.revoke)
+            members = chain.administer("revoke", invitation=given.revoke)
             print(f"invitation {given.revoke} no longer admits anybody")
             print(f"members that used it, who stay: {' '.join(members) or 'nobody'}")
             return
         if given.list:
-            for invitation in chain.invitations():
+            for invitation in chain.administer("invitations"):
                 uses, expires = invitation["uses"], invitation["expires"]
                 until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(expires))
                 state = f"good for {uses} until {until}"
@@ -436,7 +427,7 @@ def invite(given: argparse.Namespace) -> None:
         token, expires = secrets.token_urlsafe(24), time.time() + given.days * 86400
         # Send only the hash, so that nobody can take a usable invitation from the registry's file
         # or from a backup of it.
-        chain.invite(hash_of(token), uses=given.uses, expires=expires)
+        chain.administer("invite", hashed=hash_of(token), uses=given.uses, expires=expires)
     until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(expires))
     print(f"invitation {hash_of(token)[:ID_LENGTH]}, good for {given.uses} until {until}; a secret")
     if place:
@@ -449,13 +440,13 @@ def invite(given: argparse.Namespace) -> None:
 def allow(given: argparse.Namespace) -> None:
     with _chain(given) as chain:
         for hotkey in given.hotkeys:
-            chain.allow(hotkey, not given.remove)
+            chain.administer("allow", hotkey=hotkey, allowed=not given.remove)
 
 
 def expel(given: argparse.Namespace) -> None:
     with _chain(given) as chain:
         for hotkey in given.hotkeys:
-            done = chain.expel(hotkey, again=given.again)
+            done = chain.administer("expel", hotkey=hotkey, again=given.again)
             if given.again:
                 print(f"{hotkey} may register again, with a new invitation or by the list")
                 continue

@@ -31,7 +31,6 @@ Uid = Annotated[int, Field(ge=0, lt=4096)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Address = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_plain_ip)]
 PeerId = Annotated[str, Field(pattern=r"^(|[1-9A-HJ-NP-Za-km-z]{40,53})$")]
-Losses = dict[int, tuple[float, float]]  # outer step -> nats per token, and when it was reported
 _REPORT: TypeAdapter[tuple[float, NetworkReport]] = TypeAdapter(tuple[float, NetworkReport])
 
 
@@ -50,7 +49,6 @@ class Snapshot:
 
     version: int
     members: tuple[LedgerMember, ...]  # in order of uid
-    losses: Losses
     expelled: tuple[str, ...]  # hotkeys
     reported: str | None = None  # when the validator's last report arrived, and the report, as JSON
 

@@ -46,9 +46,6 @@ def draw_page(registry: Registry) -> str:
         parts.append(_table("Rounds", titles, rounds))
         losses = ((name, f"{loss:.4f}") for name, loss in report.losses.items())
         parts.append(_table("Held-out loss by text", ("text", "nats per token"), losses))
-    steps = sorted(view.losses.items(), reverse=True)
-    told_losses = ((str(step), f"{loss:.4f}") for step, (loss, _) in steps)
-    parts.append(_table("Held-out loss", ("outer step", "nats per token"), told_losses))
     facts = f"{len(view.members)} of {registry.most_uids} uids; registration: {charter.admission}"
     if registry.file_version is not None:
         facts += f"; version {registry.file_version} of the network's file"
@@ -123,12 +120,10 @@ def figures(registry: Registry, counts: Mapping[str, int]) -> str:
     view = registry.view
     gauges: dict[str, float] = {"version": view.version, "neurons": len(view.members)}
     lines = []
-    if view.losses:
-        gauges["outer_step"] = max(view.losses)
-        gauges["held_out_loss"] = view.losses[max(view.losses)][0]
     if view.report is not None:
         report = view.report[1]
         age, listened = registry.ages()
+        gauges |= {"outer_step": report.outer_step, "held_out_loss": report.loss}
         gauges["report_age_seconds"] = age
         found = judge_network(report, 0.0, age=age, listened=listened)
         gauges["training"] = found.kind in ("good", "idle")

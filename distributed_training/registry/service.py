@@ -325,7 +325,6 @@ class Service:
         registry, view = self.registry, self.registry.view
         # Send these in headers too, so that answers without a body also have them.
         now = {
-            "x-time": f"{time.time():.3f}",
             "x-start": registry.start,
             "x-version": str(view.version),
         }
@@ -336,8 +335,6 @@ class Service:
             "registry": registry.charter.identity,
             "start": registry.start,
             "version": view.version,
-            # From this time, a client can tell that its own clock caused a refusal.
-            "time": time.time(),
         }
         head = json.dumps(fields).encode()[:-1] + b", "
         return _Pieces(head, view.content, b"}", headers=headers, kind="application/json")

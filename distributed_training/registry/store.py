@@ -43,7 +43,6 @@ log = logging.getLogger(__name__)
 
 FILE = "registry.db"
 SCHEMA, _OLDEST = 5, 3
-MOST_LOSSES = 1000  # outer steps whose held-out loss is kept
 _GAP = 64  # uids above a restored backup's highest that may have been given out since the backup
 #: Seconds that a caller's clock may be ahead of ours.
 CLOCK_SKEW = 4.0
@@ -64,7 +63,6 @@ CREATE TABLE members (
     peer TEXT NOT NULL DEFAULT '', since REAL NOT NULL, commitment TEXT
 );
 CREATE UNIQUE INDEX members_peer ON members (peer) WHERE peer != '';
-CREATE TABLE losses (outer_step INTEGER PRIMARY KEY, loss REAL NOT NULL, at REAL NOT NULL);
 CREATE TABLE expelled (hotkey TEXT PRIMARY KEY);
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE nonces (
@@ -270,12 +268,10 @@ class Registry:
             leads = hotkey == self.charter.master
             neuron = Neuron(uid, hotkey, ip, port, validator_permit=leads, peer=peer)
             members.append(LedgerMember(neuron, *rest))
-        losses = self._db.execute("SELECT outer_step, loss, at FROM losses ORDER BY outer_step")
         expelled = self._db.execute("SELECT hotkey FROM expelled ORDER BY hotkey")
         return Snapshot(
             self._meta("version") or 0,
             tuple(members),
-            {step: (loss, at) for step, loss, at in losses},
             tuple(hotkey for (hotkey,) in expelled),
             (self._one("SELECT value FROM meta WHERE key = 'report'") or (None,))[0],
         )
@@ -443,20 +439,9 @@ class Registry:
             )
 
     def report(self, report: NetworkReport) -> None:
-        """Store the validator's report, and drop the losses of outer steps above the report's."""
+        """Store the validator's report in place of its last one."""
         with self.change():
-            step, now = report.outer_step, time.time()
-            # Limit the number of losses, since the page shows all of them.
-            self._db.execute(
-                "DELETE FROM losses WHERE outer_step > ? OR outer_step <= ?",
-                (step, step - MOST_LOSSES),
-            )
-            self._db.execute(
-                "INSERT INTO losses VALUES (?, ?, ?) ON CONFLICT (outer_step) DO UPDATE "
-                "SET loss = excluded.loss, at = excluded.at WHERE loss != excluded.loss",
-                (step, report.loss, now),
-            )
-            self._set_meta("report", [now, asdict(report)])
+            self._set_meta("report", [time.time(), asdict(report)])
         self._heard = time.monotonic()
 
     def ages(self) -> tuple[float, float]:
@@ -618,7 +603,7 @@ def _open(path: Path) -> sqlite3.Connection:
 #: They drop the stake, weights and shares, which a chain had.
 _UPGRADE = (
     "CREATE TABLE IF NOT EXISTS peers (hotkey TEXT PRIMARY KEY, peer TEXT NOT NULL UNIQUE);"
-    + TABLES.partition("CREATE TABLE losses")[0]
+    + TABLES.partition("CREATE TABLE expelled")[0]
     + """
     INSERT INTO members SELECT uid, hotkey, ip, port, coalesce(peer, ''), since, commitment
         FROM neurons LEFT JOIN peers USING (hotkey);

@@ -28,7 +28,7 @@ from pydantic import SecretStr
 from distributed_training import network_command as program
 from distributed_training.chain.base import ChainError, find
 from distributed_training.chain.identity import Wallet, create_wallet
-from distributed_training.chain.registry import RegistryAnswer, RegistryChain
+from distributed_training.chain.registry import RegistryChain
 from distributed_training.common import files
 from distributed_training.common.ports import free_ports
 from distributed_training.protocol.network_report import NetworkReport
@@ -129,18 +129,20 @@ def test_only_the_founder_admits_and_expels(server: RegistryServer) -> None:
     with chain_of(server.url, PEER) as chain, chain_of(server.url, VALIDATOR) as founder:
         assert chain.register() == 1
         for write in (
-            lambda: chain.expel(VALIDATOR.ss58),
-            lambda: chain.allow(PEER.ss58),
-            lambda: chain.invite(hash_of("x"), uses=9, expires=time.time() + 60),
-            lambda: chain.revoke("0" * 12),
+            lambda: chain.administer("expel", hotkey=VALIDATOR.ss58),
+            lambda: chain.administer("allow", hotkey=PEER.ss58, allowed=True),
+            lambda: chain.administer(
+                "invite", hashed=hash_of("x"), uses=9, expires=time.time() + 60
+            ),
+            lambda: chain.administer("revoke", invitation="0" * 12),
             lambda: chain.report(report_of(0, 1.0)),
-            chain.invitations,
+            lambda: chain.administer("invitations"),
         ):
             with pytest.raises(ChainError, match="founder"):
                 write()
         leads = [n.validator_permit for n in chain.neurons()]
         assert leads == [True, False], "the founder, and nobody else"
-        founder.expel(PEER.ss58)
+        founder.administer("expel", hotkey=PEER.ss58)
         wait_for(lambda: chain.uid(PEER.ss58) is None)
 
 
@@ -195,24 +197,27 @@ class TestAdmission:
                 self.join(server, PEER)
             with pytest.raises(ChainError, match="is not known here"):
                 self.join(server, PEER, token)
-            founder.invite(hash_of(token), uses=1, expires=time.time() + 60)
+            founder.administer("invite", hashed=hash_of(token), uses=1, expires=time.time() + 60)
             assert self.join(server, PEER, token) == 1
             assert self.join(server, PEER, token) == 1, "asked again, it is no second use"
             with pytest.raises(ChainError, match="is used up:"):
                 self.join(server, STRANGER, token)
-            founder.invite(hash_of("late"), uses=5, expires=time.time() - 1)
+            founder.administer("invite", hashed=hash_of("late"), uses=5, expires=time.time() - 1)
             with pytest.raises(ChainError, match="has expired:"):
                 self.join(server, STRANGER, "late")
-            founder.allow(STRANGER.ss58)
+            founder.administer("allow", hotkey=STRANGER.ss58, allowed=True)
             assert self.join(server, STRANGER) == 2
-            shown = {row["id"]: (row["uses"], row["hotkeys"]) for row in founder.invitations()}
+            shown = {
+                row["id"]: (row["uses"], row["hotkeys"])
+                for row in founder.administer("invitations")
+            }
             ids = hash_of(token)[:12], hash_of("late")[:12]
             assert shown == {ids[0]: (0, [PEER.ss58]), ids[1]: (5, [])}
             for wrong, why in (("0" * 12, "there is no"), ("%" * 12, "pattern"), ("1", "pattern")):
                 with pytest.raises(ChainError, match=why):
-                    founder.revoke(wrong)
-            founder.invite(hash_of("two"), uses=2, expires=time.time() + 60)
-            assert founder.revoke(hash_of("two")[:12]) == []
+                    founder.administer("revoke", invitation=wrong)
+            founder.administer("invite", hashed=hash_of("two"), uses=2, expires=time.time() + 60)
+            assert founder.administer("revoke", invitation=hash_of("two")[:12]) == []
             with pytest.raises(ChainError, match="was taken back"):
                 self.join(server, MINER, "two")
         assert token not in caplog.text
@@ -223,12 +228,12 @@ class TestAdmission:
             RegistryServer(tmp_path, admission="listed") as server,
             chain_of(server.url, VALIDATOR) as founder,
         ):
-            founder.invite(hash_of("token"), uses=1, expires=time.time() + 60)
+            founder.administer("invite", hashed=hash_of("token"), uses=1, expires=time.time() + 60)
             with pytest.raises(ChainError, match="is not on this network's list"):
                 self.join(server, PEER, "token")
-            founder.allow(PEER.ss58)
-            founder.allow(STRANGER.ss58)
-            founder.allow(STRANGER.ss58, False)
+            founder.administer("allow", hotkey=PEER.ss58, allowed=True)
+            founder.administer("allow", hotkey=STRANGER.ss58, allowed=True)
+            founder.administer("allow", hotkey=STRANGER.ss58, allowed=False)
             assert self.join(server, PEER) == 1
             with pytest.raises(ChainError, match="is not on this network's list"):
                 self.join(server, STRANGER)
@@ -241,11 +246,13 @@ class TestAdmission:
             chain_of(server.url, VALIDATOR) as founder,
         ):
             for token, uses in (("first", 5), ("second", 5)):
-                founder.invite(hash_of(token), uses=uses, expires=time.time() + 60)
+                founder.administer(
+                    "invite", hashed=hash_of(token), uses=uses, expires=time.time() + 60
+                )
             assert self.join(server, PEER, "first") == 1 and self.join(server, MINER, "first") == 2
             store.backup(server.folder / store.FILE, copy)
             with chain_of(server.url, PEER) as running:
-                done = founder.expel(PEER.ss58)
+                done = founder.administer("expel", hotkey=PEER.ss58)
                 assert done == {
                     "uid": 1,
                     "invitation": hash_of("first")[:12],
@@ -262,12 +269,12 @@ class TestAdmission:
             with pytest.raises(ChainError, match="was taken back"):
                 self.join(server, STRANGER, "first")
             with refused:
-                founder.allow(PEER.ss58)
-            founder.expel(STRANGER.ss58)  # before it ever came
+                founder.administer("allow", hotkey=PEER.ss58, allowed=True)
+            founder.administer("expel", hotkey=STRANGER.ss58)  # before it ever came
             with refused:
                 self.join(server, STRANGER, "second")
             with pytest.raises(ChainError, match="the founder's hotkey stays"):
-                founder.expel(VALIDATOR.ss58)
+                founder.administer("expel", hotkey=VALIDATOR.ss58)
             for admission in ("open", "listed", "invited"):
                 server.registry.change_charter(admission=admission)
                 with refused:
@@ -278,9 +285,9 @@ class TestAdmission:
             assert find(server.registry.view.neurons, PEER.ss58) is None
             with refused:
                 self.join(server, PEER, "second")
-            founder.expel(PEER.ss58, again=True)
+            founder.administer("expel", hotkey=PEER.ss58, again=True)
             with pytest.raises(ChainError, match="is not expelled"):
-                founder.expel(PEER.ss58, again=True)
+                founder.administer("expel", hotkey=PEER.ss58, again=True)
             assert self.join(server, PEER, "second") == 2 + 1 + 64, "the backup's uids are left"
             with chain_of(server.url, PEER) as back:
                 assert not back.expelled(PEER.ss58) and back.expelled(STRANGER.ss58)
@@ -310,19 +317,6 @@ def test_a_write_after_the_end_is_a_refused_write(server: RegistryServer) -> Non
         chain.register()
     with pytest.raises(ChainError, match="closed"):
         chain.serve("1.2.3.4", 80)
-
-
-def test_an_impossible_time_does_not_end_the_polling(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = {"registry": f"a/1/{'5' * 48}", "start": "1", "version": 1}
-    times = ["-1", 9.0]  # the last for good
-
-    def fetch(chain: RegistryChain, path: str, body: bytes | None = None) -> RegistryAnswer:
-        seconds = times.pop(0) if len(times) > 1 else times[0]
-        return RegistryAnswer(200, {}, json.dumps({**said, "time": seconds}).encode())
-
-    monkeypatch.setattr(RegistryChain, "_fetch", fetch)
-    with closing(registry_at("http://127.0.0.1:1", MINER)) as chain:
-        assert chain.wait_ready(timedelta(seconds=20))
 
 
 def test_an_answer_whose_head_never_ends_is_given_up() -> None:
@@ -648,7 +642,6 @@ class TestReading:
             etag = first.headers["etag"]
             again = self.get(server, "/state", **{"if-none-match": etag})
             assert (again.status_code, again.content) == (304, b"")
-            assert abs(float(again.headers["x-time"]) - time.time()) < 60
             chain.commit("x")
             second = self.get(server, "/state", **{"if-none-match": etag})
             assert [row[::2] for row in second.json()["rows"]] == [[0, None], [1, "x"]]
@@ -679,15 +672,13 @@ class TestReading:
                 with pytest.raises(ChainError):
                     founder.report(report_of(*wrong))
             etag = self.get(server, "/state").headers["etag"]
-            for step, loss in ((0, 4.0), (7, 3.0), (8, 9.0), (7, 2.5)):
+            for step, loss in ((8, 9.0), (7, 2.5)):
                 founder.report(report_of(step, loss))
             assert self.get(server, "/state").headers["etag"] == etag, "no poller reads it"
             server.stop()
             server.start()
-            found = {step: loss for step, (loss, _) in server.registry.view.losses.items()}
-            assert found == {0: 4.0, 7: 2.5}, "a step that was taken back is none"
             assert "dt_registry_held_out_loss 2.5" in self.get(server, "/metrics").text
-            assert "<tr><td>7</td><td>2.5000</td></tr>" in self.get(server, "/").text
+            assert "2.5000 nats per token" in self.get(server, "/").text
             domains = {"code": 2.0, "prose": 3.0}
             wrong_names = ({"a": math.nan}, {"x" * 101: 1.0}, {f"d{i}": 1.0 for i in range(17)})
             for losses in wrong_names:
@@ -698,8 +689,6 @@ class TestReading:
             assert (
                 'dt_registry_domain_loss{domain="prose"} 3.0' in self.get(server, "/metrics").text
             )
-            founder.report(report_of(5000, 2.0))
-            assert set(server.registry.view.losses) == {5000}, "bounded"
 
     def test_metrics(self, server: RegistryServer) -> None:
         from prometheus_client.parser import text_string_to_metric_families

@@ -264,7 +264,7 @@ def test_non_member_gets_no_url(world: AccessWorld, store: AccessStore) -> None:
     with pytest.raises(RefusedWrite, match="has no uid"):
         stranger.access({"do": "read", "key": keys.STATE})
     chain = world.chain(PEER)
-    founder.expel(PEER.ss58)
+    founder.administer("expel", hotkey=PEER.ss58)
     for request in ({"do": "read", "key": keys.STATE}, write_request(b"x")):
         with pytest.raises(RefusedWrite, match="was expelled"):
             chain.access(request)
@@ -525,23 +525,6 @@ def test_parts_that_the_store_cannot_take_now_are_sent_again() -> None:
         for _ in range(2):
             with pytest.raises(TransientError):
                 store._put_parts("a", [b"1"] * 12, ["0" * 32] * 12, presigned.Grant(**grant))
-
-
-def test_public_objects_are_read_without_the_registry() -> None:
-    with elsewhere(200, body=b"text") as public:
-        of_store = StoreSettings(
-            endpoint_url="http://127.0.0.1:1", region="us-east-1", public_url=f"{public.url}/net"
-        )
-
-        def ask(request: Any) -> Any:
-            assert request["do"] == "look"
-            return {"info": None}
-
-        store = AccessStore(ask, bucket="bucket/lab", settings=of_store)
-        assert store.get("outer/3/update.safetensors", limit=9) == b"text"
-        assert store.head("state.json") is not None
-        assert public.asked == ["/net/outer/3/update.safetensors", "/net/state.json"]
-        assert store.head(OURS) is None
 
 
 @pytest.mark.parametrize("fault", [200, 302, 400, 403, 404, 416, 429, 500, 503, None])

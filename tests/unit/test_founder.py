@@ -94,8 +94,6 @@ MISSING = {
                 "it was altered after it was signed"),
     "no wallet": (lambda lab: shutil.rmtree(lab / "wallets"), "wallets"),
     "no bucket": (lambda lab: shutil.rmtree(lab / "store"), "mount its disk"),
-    "a store of before": (lambda lab: (lab / "store" / "swift.conf").write_text(""),
-                          "OpenStack Swift"),
     "no TOML": (lambda lab: (lab / "run.toml").write_text("[valid"), "run.toml cannot be read"),
     "no such program": (lambda lab: (lab / "run.toml").write_text("[miner]"),
                         "'miner' is not a table of it"),
