@@ -33,12 +33,7 @@ _ACCOUNT_ID = re.compile(r"[0-9a-f]{32}")
 
 
 def miner_bucket(global_bucket: str, uid: int) -> str:
-    """Name a miner's bucket: ``llama-4b-ws-4-007`` for uid 7.
-
-    Raises ValueError for a negative uid.
-    """
-    if uid < 0:
-        raise ValueError(f"uid {uid} is negative")
+    """Return the name of a miner's bucket: ``llama-4b-ws-4-007`` for uid 7."""
     # Pad the uid to three digits, as in the names of existing buckets.
     return f"{global_bucket}-{uid:03d}"
 
@@ -55,9 +50,7 @@ def r2_endpoint(account_id: str) -> str:
 
 
 def epoch_folder(outer_step: int) -> str:
-    """Return ``epoch-N``, without a slash. Raises ValueError for a negative outer step."""
-    if outer_step < 0:
-        raise ValueError(f"outer step {outer_step} is negative")
+    """Return ``epoch-N``, without a slash."""
     return f"epoch-{outer_step}"
 
 

@@ -43,16 +43,12 @@ def build_commitment(credentials: BucketCredentials, *, any_length: bool = False
     Raises CommitmentError naming the part whose length is wrong.
     """
     values = (credentials.account_id, credentials.access_key_id, credentials.secret_access_key)
-    parts = [(value, *part) for value, part in zip(values, _PARTS, strict=True)]
-    alone = any_length and any(len(value) != length for value, _, length in parts)
-    for value, name, length in parts[1:] if alone else parts:
-        if alone and not 1 <= len(value) <= LONGEST_KEY:
+    alone = any_length and [len(value) for value in values] != [length for _, length in _PARTS]
+    for value, (name, length) in list(zip(values, _PARTS, strict=True))[alone:]:
+        if not (1 <= len(value) <= LONGEST_KEY if alone else len(value) == length):
+            wanted = f"1 to {LONGEST_KEY}" if alone else length
             raise CommitmentError(
-                f"{name} has {len(value)} characters, a commitment takes 1 to {LONGEST_KEY}"
-            )
-        if not alone and len(value) != length:
-            raise CommitmentError(
-                f"{name} has {len(value)} characters, a commitment needs {length}"
+                f"{name} has {len(value)} characters, a commitment takes {wanted}"
             )
         if not _visible_ascii(value):
             raise CommitmentError(f"{name} holds characters that are not visible ASCII")
