@@ -1,4 +1,4 @@
-"""Test what every chain does: memory, registry over HTTP, Subtensor through the SDK's own seam."""
+"""Test what all chains have in common: memory, a registry, and Subtensor through the SDK."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PEER = "12D3KooWJ9mZ8yWcS1zbPvH3YyTAnx5nGcQBUd4MR9S3Mm1kE2rT"
 
 @dataclass
 class Setup:
-    chain: Chain  # of a validator, uid 0
+    chain: Chain  # the validator's, which has uid 0
     me: Wallet
     other: Wallet  # uid 1, a miner
     other_chain: Chain
@@ -44,14 +44,14 @@ class Setup:
 
 @pytest.fixture(autouse=True, params=["script", "notebook"])
 def caller(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Call it from a script, and from a thread whose event loop runs."""
+    """Run each test as in a script and as in a notebook, whose thread already runs a loop."""
     with running_loop() if request.param == "notebook" else nullcontext():
         yield
 
 
 @pytest.fixture
 def setup(made: Setup) -> Setup:
-    """Both chains have answered."""
+    """Wait until both chains have answered."""
     for chain in (made.chain, made.other_chain):
         assert chain.wait_ready(timedelta(seconds=10))
     return made
@@ -102,7 +102,7 @@ def made(request, tmp_path: Path, monkeypatch) -> Iterator[Setup]:
 
 
 def reads_of(chain: Chain) -> int:
-    """Count the reads, one of which a chain in memory does whenever it is asked."""
+    """Return how many reads were made. A chain in memory makes one whenever it is asked."""
     chain.neurons()
     return chain.counters()["reads"]
 
@@ -162,7 +162,7 @@ def test_addresses_of_peers(setup: Setup, ip: str, peer: str) -> None:
 def test_weights_need_a_permit(setup: Setup) -> None:
     setup.chain.set_weights({1: 0.7})
     if isinstance(setup.chain, RegistryChain):
-        return  # nobody sets any
+        return  # a registry has no weights
     with pytest.raises(ChainError):
         setup.other_chain.set_weights({0: 1.0})
 
@@ -181,7 +181,7 @@ def test_a_chain_that_goes_down_keeps_its_last_state_and_comes_back(setup: Setup
     setup.down()
     with pytest.raises(ChainError):
         setup.chain.commit("y")
-    # What was known is still there, at once.
+    # The last known state is still there, without a wait.
     assert list(setup.chain.neurons()) == list(neurons)
     setup.up()
     read = reads_of(setup.chain)

@@ -1,4 +1,4 @@
-"""All kinds of stores do the same: S3's client against a real server, a folder, plug-ins."""
+"""Test that all kinds of stores behave alike: S3's client at a real server, a folder, plug-ins."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ pytestmark = pytest.mark.timeout(60)
 MIB = 1024 * 1024
 
 
-#: Of others in the same bucket: their names begin as ours does, or are ours to whoever forgets it.
+#: Prefixes of others in the same bucket, which begin like ours or are the beginning of ours.
 NEIGHBOURS = ("lab-0070", "lab-00", "lab")
 
 
 def prefixed(kind: str, request: pytest.FixtureRequest) -> ObjectStore:
-    """A prefix of a bucket in which others have the same keys, which are there afterwards."""
+    """Open a prefix of a bucket with other prefixes, which must be unchanged after the test."""
     if kind == "folder":
         place = request.getfixturevalue("tmp_path")
         (place / "bucket").mkdir()
@@ -96,7 +96,7 @@ OURS = ("a/b", "a/c", "d", "big", "epoch-1/metadata.json", "epoch-1/model.safete
 
 
 def read_as_member(kind: str, request: pytest.FixtureRequest) -> ObjectStore:
-    """The store as a member reads it by a registry's URLs; the owner does the forbidden calls."""
+    """Open the store as members read it. Calls that they may not make go to its owner's client."""
     world = AccessWorld(
         None if "folder" in kind else request.getfixturevalue("server"),
         request.getfixturevalue("tmp_path") / "registry",
@@ -148,13 +148,13 @@ def in_parts(request: pytest.FixtureRequest) -> MultipartStore:
 
 def test_objects(store: ObjectStore) -> None:
     if type(store) is S3ObjectStore:
-        store.create_bucket()  # again: fine
+        store.create_bucket()  # a second call is not an error
     assert store.head("a/b") is None
     assert store.get("a/b", limit=10) is None
     etag = store.put("a/b", b"0123456789")
     info = store.head("a/b")
     assert (info.size, info.etag) == (10, etag)
-    # Some round up when it was written, and a busy server looks at its clock late.
+    # Some stores round the time up, and a busy server reads its clock late.
     assert -5 <= info.age_seconds < 30
     assert store.get("a/b", limit=10) == b"0123456789"
     with pytest.raises(IntegrityError):
@@ -177,7 +177,7 @@ def test_objects(store: ObjectStore) -> None:
 
 
 def test_an_object_that_nobody_may_replace(store: ObjectStore, tmp_path: Path) -> None:
-    """The first bytes stay; a writer of the same bytes gets the same answer again."""
+    """The first bytes stay, and writing the same bytes again is not an error."""
     path = tmp_path / "file"
     path.write_bytes(b"0123456789")
     with path.open("rb") as handle:
@@ -196,7 +196,7 @@ def test_an_object_that_nobody_may_replace(store: ObjectStore, tmp_path: Path) -
 def test_the_store_itself_refuses_a_second_writer(
     kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even one that looked before the first one wrote."""
+    """It even refuses a writer that looked before the first one wrote."""
     store: Any = made(kind, request)
     monkeypatch.setattr(S3ObjectStore, "head", lambda *_: None)
     store.put_new("a", b"first")
@@ -206,7 +206,7 @@ def test_the_store_itself_refuses_a_second_writer(
 
 
 def test_of_writers_at_one_moment_one_wins_in_a_folder(tmp_path: Path) -> None:
-    """Only Swift looks at the condition when a request begins, and lets some others in."""
+    """Of several writers that begin at the same moment, exactly one succeeds."""
     store = FolderStore(tmp_path, writes=True)
     contents = [b"%d" % n for n in range(8)]
     begin = threading.Barrier(len(contents))
@@ -415,7 +415,7 @@ def test_a_wrong_secret_has_its_own_error_that_does_not_show_it(server: ObjectSt
 
 
 def test_a_networks_file_names_a_bucket_or_a_prefix_of_one() -> None:
-    """A member's is named by its uid, and both open alike."""
+    """A member's bucket is named by its uid, and both kinds of names can be opened."""
     for good in ("llama-4b-ws-4", "shared/lab", "a-3/" + "x" * 59):
         assert StoreSettings(global_model_name=good).global_model_name == good
         open_store(

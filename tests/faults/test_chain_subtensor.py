@@ -1,4 +1,4 @@
-"""The public chain in an outage, with hostile members, and with a list that cannot be true."""
+"""Test the public chain in outages, with hostile members, and with impossible lists of members."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ METADATA = Path(__file__).parents[1] / "vectors" / "subtensor_metadata.xz"
 
 
 class World:
-    """A subnet of the master (uid 0), us (1) and a peer (2), and a chain that reads it."""
+    """A subnet of the master (uid 0), us (1) and a peer (2), and chains that read it."""
 
     def __init__(self, folder: Path) -> None:
         self.wallet = create_wallet(folder, "me")
@@ -121,7 +121,7 @@ def test_trouble_leaves_the_last_known_state_and_one_line(
     world.ledger.restore(kept)
     wait_for(lambda: not chain.trouble)
     assert "answers again" in caplog.text and chain.age() == timedelta(0)
-    # The one that answered last may still be on its way to its end.
+    # The call that answered last may not have closed its connection yet.
     wait_for(lambda: world.node.closed >= world.node.connections > 0)
 
 
@@ -165,7 +165,7 @@ def test_a_close_ends_what_waits(world: World) -> None:
 
 @pytest.mark.parametrize("mute", [False, True])
 def test_an_endpoint_that_is_dead_or_mute_is_a_line(mute: bool, world: World) -> None:
-    """The client's own websocket, to a port where nobody listens or nobody answers."""
+    """The client's own websocket connects to a port where nobody listens, or nobody answers."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0) if mute else ("127.0.0.1", free_ports(1)[0]))
         if mute:
@@ -226,7 +226,7 @@ def test_a_map_that_cannot_be_read_hides_no_member(item: str, world: World) -> N
 
 
 def test_a_real_runtime_knows_what_is_written_and_read() -> None:
-    """The metadata of Subtensor's spec 461, from the tests of bittensor 11.3.0 (Apache-2.0)."""
+    """The metadata of spec 461 come from the tests of bittensor 11.3.0 (Apache-2.0)."""
     codec = RuntimeCodec(
         lzma.decompress(METADATA.read_bytes()), spec_version=461, transaction_version=1
     )

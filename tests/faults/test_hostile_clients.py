@@ -1,4 +1,4 @@
-"""Hostile clients of the registry: none ends, fills or holds it, and honest ones are answered."""
+"""Test that no hostile client stops, fills or blocks a registry, and that others are answered."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.timeout(120)
 CALL = "/commit"
 BODY = b'{"text": "x"}'
 QUICK = replace(FAST, read_timeout=timedelta(milliseconds=400))
-LONG = 30.0  # seconds; what is not cut off stays as long as one waits
+LONG = 30.0  # seconds; a connection that is not cut off would outlast this
 
 
 class World(RegistryServer):
@@ -80,13 +80,13 @@ class World(RegistryServer):
         return socket.create_connection(("127.0.0.1", self.port), timeout, (source, 0))
 
     def send(self, raw: bytes, source: str = "127.0.0.1", *, ends: bool = False) -> bytes:
-        """Return all that the registry says; ``ends``: nothing more is sent, not even for ever."""
+        """Send bytes and return the whole answer. ``ends``: close our side at once."""
         answer = b""
         with suppress(OSError), closing(self.connect(source)) as sock:
             with suppress(OSError):
                 sock.sendall(raw)
             while True:
-                if answer or ends:  # or a connection that may be used again would be waited for
+                if answer or ends:  # otherwise we would wait for a connection that is kept open
                     sock.shutdown(socket.SHUT_WR)
                 if not (chunk := sock.recv(65536)):
                     break
@@ -118,14 +118,14 @@ def world(limits: Limits = FAST) -> Iterator[World]:
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest) -> Iterator[World]:
-    """A registry with lenient bounds, or with the test's: most clients here are in time."""
+    """Run a registry with the test's limits, or with lenient ones."""
     with world(getattr(request, "param", FAST)) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def lenient() -> Iterator[World]:
-    """One registry for all that needs no other."""
+    """Run one registry for all tests that change nothing."""
     with world() as made:
         yield made
 
@@ -151,7 +151,7 @@ def closed_within(sock: socket.socket, seconds: float) -> bool:
         (b"", "silent"),
         (b"GET /state HTTP/1.1\r\nx: ", "timeout"),
         (b"POST /commit HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n", "unsigned"),
-        (BODY, "timeout"),  # a signed head, and all of the body but its end
+        (BODY, "timeout"),  # a signed head, and a body without its last byte
     ],
 )
 def test_slow_heads_and_bodies_are_cut_off(server: World, first: bytes, reason: str) -> None:
@@ -162,7 +162,7 @@ def test_slow_heads_and_bodies_are_cut_off(server: World, first: bytes, reason: 
         sock.sendall(first)
         while not closed_within(sock, 0.05) and time.monotonic() - began < LONG:
             if first.endswith(b"x: "):
-                sock.sendall(b"y")  # a drip prolongs nothing
+                sock.sendall(b"y")  # single bytes do not extend the time
     assert time.monotonic() - began < LONG
     wait_for(lambda: server.refused(reason) == 1)
     assert server.calls == 0
@@ -220,7 +220,7 @@ def test_malformed_and_oversized(
 @pytest.mark.skipif(sys.platform != "linux", reason="CPU time of one thread")
 @pytest.mark.parametrize("named", [False, True])
 def test_a_megabyte_of_one_byte_chunks_costs_next_to_nothing(server: World, named: bool) -> None:
-    """It cost 0.4 s of CPU, 1.2 s under the name of a registered hotkey."""
+    """It once cost 0.4 s of CPU time, and 1.2 s in the name of a registered hotkey."""
 
     def cpu() -> float:
         thread = server._service._threads[0].native_id
@@ -282,7 +282,7 @@ FUZZ = settings(
     body=st.binary(max_size=200),
 )
 def test_fuzzed_headers(lenient: World, changes: Any, signed: bool, body: bytes) -> None:
-    """An outsider's signature under a member's name, then headers changed at random."""
+    """Requests have an outsider's signature, a member's name, and headers changed at random."""
     headers: dict[str, str] = {}
     if signed:
         headers = lenient.sign(STRANGER, body) | {"X-Bittensor-Hotkey": PEER.ss58}
@@ -313,7 +313,7 @@ def test_fuzzed_bytes(lenient: World, raw: bytes) -> None:
     ("sources", "reason"), [([5] * 8, "connections_of_address"), (range(16), "connections")]
 )
 def test_the_one_that_waits_longest_makes_room(sources: Any, reason: str) -> None:
-    """For each address, and for all: whoever asks at once is answered, from the same address."""
+    """This holds per address and in total, so a client that asks at once is answered."""
     limits = replace(FAST, max_connections=10, max_connections_per_address=4)
     with ExitStack() as stack, world(limits) as made:
         for number in sources:
@@ -335,7 +335,8 @@ def test_the_one_that_waits_longest_makes_room(sources: Any, reason: str) -> Non
         (b"GET /state HTTP/1.1\r\nx: ", 1920, 60),
         (b"POST /access HTTP/1.1\r\ncontent-length: 200000\r\n\r\n", 1920, 60),
         (b"GET /state HTTP/1.1\r\nx: ", 2000, 1),
-        (b"GET /state HTTP/1.1\r\nhost: x\r\n\r\n", 640, 64),  # and nobody reads the answer
+        # This client does not read the answer.
+        (b"GET /state HTTP/1.1\r\nhost: x\r\n\r\n", 640, 64),
     ],
     ids=["heads", "bodies", "one address", "readers that do not read"],
 )
@@ -379,7 +380,7 @@ def test_a_flood_is_cut_off_and_honest_clients_are_answered(
 
 
 class SlowLine(asyncio.Transport):
-    """A line to a client that reads until ``unread`` no longer falls."""
+    """A connection to a client that has read as long as ``unread`` falls."""
 
     def __init__(self, *unread: int) -> None:
         super().__init__()
@@ -398,10 +399,10 @@ class SlowLine(asyncio.Transport):
 
 @pytest.mark.parametrize("answering", [False, True])
 def test_a_client_of_a_slow_line_is_cut_only_when_it_stops_reading(answering: bool) -> None:
-    """The history of weeks has megabytes; an answer is complete before all of it is sent."""
+    """A long answer is complete for uvicorn before all of it has been sent."""
 
     class Connection(BoundedConnection):
-        bounds = Bounds(patience=0.01, pace=20_000)  # 200 bytes in each look
+        bounds = Bounds(patience=0.01, pace=20_000)  # 200 bytes per check
 
         def _late(self, before: int) -> None:
             line.unread.popleft()

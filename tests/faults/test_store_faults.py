@@ -1,5 +1,5 @@
-"""Test uploads that are cut, refused, paused or damaged. The object ends up whole, or a line
-says why not. The real server, with a proxy before it that enforces R2's rules."""
+"""Test uploads that are cut, refused, delayed or damaged: the object is complete, or a line
+says why not. A proxy in front of the real server enforces R2's rules."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_cleanup_aborts_stuck_uploads_of_ours_only(server: ObjectStoreServer) ->
     store = new_bucket(server, settings_for(server))
     other, stuck = store.create_multipart("uploads/70/a"), store.create_multipart("uploads/7/b")
     store.upload_part("uploads/7/b", stuck, 1, b"x" * 1000)
-    sweep_uploads(store, prefix="uploads/7/")  # nothing is an hour old
+    sweep_uploads(store, prefix="uploads/7/")  # no upload is an hour old
     assert len(store.list_multiparts()) == 2
     sweep_uploads(store, prefix="uploads/7/", is_stuck=lambda one: True)
     assert [u.upload_id for u in store.list_multiparts()] == [other]

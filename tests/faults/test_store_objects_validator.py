@@ -1,4 +1,4 @@
-"""The validator against its own store: object x fault x moment, on the real validator and a toy.
+"""Test the real validator with each fault of each object of its own store, at each moment.
 
 What the master has signed holds, whatever the store shows of it. So in each case the validator
 ends only with one line that names the remedy, writes again what it has, and no serial goes back.
@@ -32,12 +32,12 @@ HEAD, SETS = 5, (2, 4)  # after the rounds of the base; each second outer step h
 
 @dataclass
 class Base:
-    """A world after its rounds; ``again`` puts bucket, disk and clock back to that moment."""
+    """A world after some rounds; ``again`` resets bucket, disk and clock to that moment."""
 
     world: StoreWorld
     folder: Path
     objects: dict[str, Stored] = field(default_factory=dict)
-    early: dict[str, Stored] = field(default_factory=dict)  # of three outer steps before
+    early: dict[str, Stored] = field(default_factory=dict)  # three outer steps earlier
     other: dict[str, Stored] = field(default_factory=dict)  # of another network
     at: float = 0.0  # that moment, by the store's clock
     count: int = 0
@@ -45,7 +45,7 @@ class Base:
     def again(self) -> StoreWorld:
         world, disk = self.world, self.world.folder / "validator"
         world.closing.close()
-        for name in ("head", "get", "put", "put_new"):  # what a fault has replaced
+        for name in ("head", "get", "put", "put_new"):  # methods that a fault has replaced
             world.bucket.__dict__.pop(name, None)
         world.bucket.objects.clear()
         world.bucket.objects.update(self.objects)
@@ -95,7 +95,7 @@ OBJECTS = {
     "config": of(SETS[1], keys.CONFIG),
     "momentum": of(SETS[1], keys.OUTER_STATE),
 }
-#: Changes of one object's bytes. The etag stays: nothing but the bytes shows a disk that rots.
+#: Changes of one object's bytes. The etag stays, as on a failing disk.
 FAULTS: dict[str, Callable[[Base, str], bytes | None]] = {
     "absent": lambda base, key: None,
     "flipped": lambda base, key: _flipped(base.objects[key][0]),
@@ -109,7 +109,7 @@ FAULTS: dict[str, Callable[[Base, str], bytes | None]] = {
     "older": lambda base, key: base.early.get(key, base.objects[of(1, keys.MANIFEST)])[0],
 }
 MOMENTS = ("running", "own disk", "empty disk")
-#: On an empty disk nobody has these, and members need them: one line names the command.
+#: Members need these, and with an empty disk nobody has a copy, so one line names the command.
 NEEDED = ("head's manifest", "manifest", "head's update")
 
 
@@ -125,7 +125,7 @@ def _neighbour(key: str) -> str:
 
 
 def _begin(base: Base, moment: str, fault: Callable[[StoreWorld], object]) -> StoreWorld:
-    """Bring a fault about, while the validator runs or before it starts; let it look around."""
+    """Cause a fault while the validator runs or before it starts, and let it check its store."""
     world = base.again()
     if moment == "running":
         world.restarted()
@@ -139,7 +139,7 @@ def _begin(base: Base, moment: str, fault: Callable[[StoreWorld], object]) -> St
 
 
 def _assert_sound(base: Base, world: StoreWorld, *, but: tuple[str, ...] = ()) -> None:
-    """The store has all that was published, and a state that each member takes."""
+    """Assert that the store has all published objects, and a state that every member accepts."""
     before = _parse(base, base.objects[keys.STATE][0])
     world.state.check_after(before)
     assert world.state.head == before.head and world.state.expires > world.clock()
@@ -159,14 +159,14 @@ def _parse(base: Base, data: bytes) -> State:
 def test_an_object_that_is_not_the_signed_one_is_written_again(
     base: Base, name: str, moment: str, each: bool
 ) -> None:
-    """``each``: with all faults, or with every third in turn, so that each meets each moment."""
+    """``each``: try all faults, or every third in turn, so that each fault meets each moment."""
     key = OBJECTS[name]
     turn = [*OBJECTS].index(name) + MOMENTS.index(moment)
     for at, (fault, change) in enumerate(FAULTS.items()):
         if not each and (at - turn) % 3:
             continue
         if (found := change(base, key)) == base.objects[key][0]:
-            continue  # the bytes of both are equal, as configurations may be
+            continue  # the fault changes nothing, since two configurations may be equal
 
         def damage(world: StoreWorld, found: bytes | None = found) -> None:
             _, etag, at = world.bucket.objects.pop(key)
@@ -180,7 +180,7 @@ def test_an_object_that_is_not_the_signed_one_is_written_again(
             continue
         world = _begin(base, moment, damage)
         assert world.validator.state.outer_step == HEAD, fault
-        # Without a copy there is nothing to write, and others lead to the head.
+        # Without a copy the validator cannot write it again, but other objects lead to the head.
         _assert_sound(base, world, but=(key,) if moment == "empty disk" else ())
 
 
@@ -205,7 +205,7 @@ def _swapped(base: Base, world: StoreWorld) -> None:
 
 
 def _stale(base: Base, world: StoreWorld) -> None:
-    """Each answer about the state is that of 60 s ago."""
+    """Answer every request for the state as 60 s ago."""
     shown = [(0.0, world.bucket.objects[keys.STATE])]
     real = {name: getattr(world.bucket, name) for name in ("head", "get", "put")}
 
@@ -232,7 +232,7 @@ def _stale(base: Base, world: StoreWorld) -> None:
 
 
 def _differs(what: str, shows: Callable[[Base], Any]) -> Callable[[Base, StoreWorld], None]:
-    """HEAD or GET of the state is answered by a replica that has something else."""
+    """Let a replica with other content answer HEAD or GET of the state."""
 
     def fault(base: Base, world: StoreWorld) -> None:
         real = getattr(world.bucket, what)
@@ -246,7 +246,7 @@ def _differs(what: str, shows: Callable[[Base], Any]) -> Callable[[Base, StoreWo
 
 
 def _drops(base: Base, world: StoreWorld) -> None:
-    """Each second write is confirmed and has no effect; what was there is damaged."""
+    """Damage the state and an update, and confirm every second write without storing it."""
     world.bucket.objects[keys.STATE] = b"x", "x", world.clock()
     world.bucket.objects.pop(OBJECTS["head's update"], None)
     real, writes = world.bucket.put, [0]
@@ -306,7 +306,7 @@ def test_a_start_on_an_empty_disk_knows_only_the_store(
         return
     world = _begin(base, "empty disk", fault)
     assert world.validator.state.outer_step == (2 if name == "restored" else HEAD)
-    if name == "restored":  # nobody can tell it from a network that stood still: it says so
+    if name == "restored":  # it looks like a network that stood still, so the validator warns
         assert "run dt-network recover NETWORK" in caplog.text
         assert world.state.serial > SERIALS
 
@@ -324,12 +324,12 @@ def test_large_objects_are_read_only_when_members_stay_away(
     data, _, at = world.bucket.objects[key]
     world.bucket.objects[key] = _flipped(data), "another", at
     world.tick(16)
-    assert world.bucket.objects[key][0] == data  # by its etag
+    assert world.bucket.objects[key][0] == data  # the changed etag showed it
     world.bucket.objects[key] = _flipped(data), world.bucket.objects[key][1], at
     world.tick(16)
     assert world.bucket.objects[key][0] != data
     world.until_late()
-    world.tick()  # no upload came, which it may be the cause of
+    world.tick()  # no upload came, and this object may be the cause
     assert world.bucket.objects[key][0] == data
 
 
@@ -412,7 +412,7 @@ def test_newcomer_that_takes_over_ends_the_leader(base: Base) -> None:
 @pytest.mark.parametrize("empty", [False, True])
 def test_own_disk_with_the_newest_state_leads_at_once(base: Base, empty: bool) -> None:
     world = base.again()
-    if empty:  # another machine has led since: our state is not the newest any more
+    if empty:  # another machine has led since, so our state is no longer the newest
         now = world.clock() + 1
         other = renewed(world.state, now=now, period=PERIOD).to_bytes(world.master.sign)
         world.bucket.put(keys.STATE, other)

@@ -1,4 +1,4 @@
-"""The registry over HTTP and as a program: who may write, and its state after kills."""
+"""Test the registry over HTTP and as a program: who may write, and which state survives a kill."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_only_the_hotkey_writes_for_itself(server: RegistryServer, tmp_path: Pat
         assert post(server, "/commit", body, good) == 401  # replayed
         server.stop()
         server.start()
-        assert post(server, "/commit", body, good) == 401  # also by another process
+        assert post(server, "/commit", body, good) == 401  # another process refuses it too
         wait_for(lambda: chain.commitment(PEER.ss58) == "x")
         for apart in (-30, +30):
             nonce = time.time_ns() + apart * 10**9
@@ -158,14 +158,14 @@ def test_when_all_uids_are_taken_nobody_loses_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("most", "first"), [(256, 66), (32, 31)])
 def test_a_restored_backup_gives_no_uid_out_twice(tmp_path: Path, most: int, first: int) -> None:
-    """Whoever joined since comes back with its own, and a newcomer gets one far above."""
+    """Members that joined since then get their uids back; a newcomer gets a much higher one."""
     charter = store.Charter("lab", VALIDATOR.ss58, most_uids=most, admission="invited")
     folder, copy = tmp_path / "registry", tmp_path / "copy.db"
     with closing(Registry.at(folder, charter)) as registry:
         registry.invite(hash_of("ends"), uses=9, expires=time.time() + 3600)
         assert registry.join(PEER.ss58, "ends") == 1 and registry.join("since", "ends") == 2
         with registry.change():
-            registry._remove(2)  # it is free in the backup, and given away after it
+            registry._remove(2)  # this uid is free in the backup, and was given out afterwards
         store.backup(folder / store.FILE, copy)
         assert registry.join(MINER.ss58, "ends") == 2
         assert registry.join("later", "ends") == 3
@@ -239,7 +239,7 @@ class TestAdmission:
                 self.join(server, STRANGER)
 
     def test_expelled_member_cannot_come_back_by_any_way(self, tmp_path: Path) -> None:
-        """Not by the invitation it came by, nor another, the list, or a backup."""
+        """Neither its own invitation, nor another one, the list or a backup lets it in."""
         copy = tmp_path / "copy.db"
         with (
             RegistryServer(tmp_path / "registry", admission="invited") as server,
@@ -270,7 +270,7 @@ class TestAdmission:
                 self.join(server, STRANGER, "first")
             with refused:
                 founder.administer("allow", hotkey=PEER.ss58, allowed=True)
-            founder.administer("expel", hotkey=STRANGER.ss58)  # before it ever came
+            founder.administer("expel", hotkey=STRANGER.ss58)  # although it never joined
             with refused:
                 self.join(server, STRANGER, "second")
             with pytest.raises(ChainError, match="the founder's hotkey stays"):
@@ -280,7 +280,7 @@ class TestAdmission:
                 with refused:
                     self.join(server, PEER, "second")
             server.stop()
-            store.restore(copy, server.folder)  # of a time when it was there
+            store.restore(copy, server.folder)  # from a time when it was a member
             server.start()
             assert find(server.registry.view.neurons, PEER.ss58) is None
             with refused:
@@ -299,7 +299,7 @@ class TestAdmission:
 
 
 def test_a_folder_that_is_no_bucket_s_starts_nothing(tmp_path: Path, capsys) -> None:
-    """What else it may be, dt-network run refuses in the same words."""
+    """The registry refuses it before it creates anything."""
     url = "http://127.0.0.1:8100"
     file = network_file(
         tmp_path, {"exchange": "store", "store.endpoint": url, "chain.url": url, "private": True}
@@ -312,7 +312,7 @@ def test_a_folder_that_is_no_bucket_s_starts_nothing(tmp_path: Path, capsys) -> 
 
 
 def test_a_write_after_the_end_is_a_refused_write(server: RegistryServer) -> None:
-    """A thread that writes the endpoint until it goes through outlives the chain at a stop."""
+    """At a stop, a thread that retries to write the endpoint may outlive the chain."""
     with chain_of(server.url, PEER) as chain:
         chain.register()
     with pytest.raises(ChainError, match="closed"):
@@ -394,14 +394,14 @@ class TestKept:
             server.stop()
             kept = store.restore(copy, server.folder)
             assert kept is not None and kept.stat().st_size > 0
-            with late._lock:  # the one that had come first comes back last
+            with late._lock:  # the member that had joined first comes back last
                 server.start()
                 wait_for(lambda: caplog.text.count("went back") >= 2)  # each client asks by itself
                 wait_for(lambda: find(server.registry.view.neurons, MINER.ss58) is not None)
             for one in (chain, late, later):
                 wait_for(lambda one=one: one.commitment(PEER.ss58) == "newer")
                 wait_for(lambda one=one: one.uid(STRANGER.ss58) == 2)
-                # And its bucket is the same.
+                # It has its old uid, and so its old bucket.
                 wait_for(lambda one=one: one.uid(MINER.ss58) == 3, "it is there as it was")
                 me = find(one.neurons(), PEER.ss58)
                 assert me is not None and (me.ip, me.port) == ("5.6.7.8", 2)
@@ -411,7 +411,7 @@ class TestKept:
     def test_a_start_is_no_backup_for_a_client_whose_list_stayed_the_same(
         self, server: RegistryServer, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """It gets 304 from the new process, and another miner writes as its hotkey afterwards."""
+        """It gets 304 from the new process, and then another miner writes with the same hotkey."""
         with chain_of(server.url, PEER) as chain:
             chain.register()
             chain.serve("127.0.0.1", 8091)
@@ -478,7 +478,7 @@ class TestKept:
         old = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, old[1]))
         try:
-            for _ in range(3):  # each is cut off in the middle
+            for _ in range(3):  # each write is cut off in the middle
                 with pytest.raises(ChainError, match="cannot store"):
                     registry.commit(PEER.ss58, "x")
         finally:
@@ -536,7 +536,7 @@ class TestKept:
     ) -> None:
         server.stop()
         path = server.folder / store.FILE
-        if bytes_at is None:  # whole, and what is in it is not what this program writes
+        if bytes_at is None:  # the file is intact, but a table of ours is missing
             with closing(sqlite3.connect(path)) as db, db:
                 db.execute("DROP TABLE members")
         else:
@@ -581,7 +581,7 @@ def test_refusal_from_outside_is_status_1_and_pm2_tries_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     serve = ["serve", "--folder", str(server.folder), "--port", str(server.port)]
-    assert program.main(serve) == 1  # it is being served
+    assert program.main(serve) == 1  # the folder is already served
     server.stop()
     with socket.create_server(("127.0.0.1", server.port)):
         assert program.main(serve) == 1
@@ -716,7 +716,7 @@ def report_of(outer_step: int, loss: float) -> NetworkReport:
 class TestLimits:
     @pytest.mark.parametrize("proxy", [None, "127.0.0.1"])
     def test_addresses_and_hotkeys_have_a_rate(self, tmp_path: Path, proxy: str | None) -> None:
-        # A burst of one, and the next one after ten seconds: however slow the machine is.
+        # One request passes, and the next only ten seconds later, however slow the machine is.
         limits = Limits(requests_per_address=0.1, requests_per_hotkey=0.5, proxy=proxy)
         with RegistryServer(tmp_path, limits=limits) as server:
 

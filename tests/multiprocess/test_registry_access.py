@@ -1,4 +1,4 @@
-"""Members at a real store without its key: the URLs that a registry grants, and no others."""
+"""Test members that use a real store without its key, by the URLs that a registry signs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def no_state_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["s3", "folder"])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[AccessWorld]:
-    """A network whose bucket is at an S3 store, or in a folder that its registry serves."""
+    """Provide a network whose bucket is at an S3 store, or in a folder that its registry serves."""
     server = request.getfixturevalue("server") if request.param == "s3" else None
     with AccessWorld(server, tmp_path / "registry") as made:
         yield made
@@ -77,7 +77,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[AccessWorl
 
 @pytest.fixture(scope="module")
 def peer(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RegistryChain]:
-    """A member of a network with a close, for tests that change nothing."""
+    """Provide a member of a network with a close, for tests that change nothing."""
     with AccessWorld(server, tmp_path_factory.mktemp("lasting") / "registry") as made:
         made.publish()
         yield made.chain(PEER)
@@ -85,7 +85,7 @@ def peer(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Regi
 
 @pytest.fixture
 def store(world: AccessWorld) -> AccessStore:
-    """The store of uid 1, in a network whose next close is of outer step 3, serial 7."""
+    """Return the store of uid 1, in a network whose next close is of outer step 3, serial 7."""
     world.publish()
     return world.member(PEER)
 
@@ -139,7 +139,7 @@ def test_uploads_are_read_by_nobody_but_the_owner_of_the_key(
 def test_a_url_is_good_only_for_its_signed_request(
     world: AccessWorld, store: AccessStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not for others' objects, another length, other bytes, another method, or a later time."""
+    """It is refused for other objects, lengths, bytes and methods, and after it has expired."""
     chain = world.chain(PEER)
     data = b"0123456789"
     url = chain.access(write_request(data))["urls"]["put_object"]
@@ -182,7 +182,7 @@ def test_a_url_is_good_only_for_its_signed_request(
 def test_a_member_gets_urls_for_one_file_of_a_close(world: AccessWorld, store: AccessStore) -> None:
     chain, one, other = world.chain(PEER), b"A" * 1000, b"B" * 2000
     url = chain.access(write_request(one))["urls"]["put_object"]
-    for _ in range(2):  # before the first file is there
+    for _ in range(2):  # before the first file has arrived
         with pytest.raises(RefusedWrite, match="another file was granted as"):
             chain.access(write_request(other))
     assert chain.access(write_request(one))["urls"]["put_object"], "it may be asked for again"
@@ -190,7 +190,7 @@ def test_a_member_gets_urls_for_one_file_of_a_close(world: AccessWorld, store: A
         good = {"content-md5": base64_md5(md5_of(one))}
         assert client.put(url, content=one, headers=good).status_code == 200
     assert world.owner.get(OURS, limit=9999) == one
-    world.publish(serial=8)  # the next close may get any file
+    world.publish(serial=8)  # for the next close, any file may be sent
     with pytest.raises(RefusedWrite, match="another close"):
         chain.access(write_request(one))
     assert chain.access(write_request(other, keys.upload_key(1, 3, 8)))["urls"]
@@ -288,7 +288,7 @@ def test_member_that_asks_too_often_waits_and_nobody_else_does(
     with pytest.raises(TransientError, match="too many requests"):
         world.member(PEER).put(OURS, b"x")
     other.access({"do": "look", "key": keys.upload_key(2, 3, 7)})
-    one.access({"do": "read", "key": keys.STATE})  # the store is not asked
+    one.access({"do": "read", "key": keys.STATE})  # this needs no request to the store
 
 
 class TestParts:
@@ -329,7 +329,7 @@ class TestParts:
                 store.put(OURS, body)
             assert asked[:2] == [1, 2] and world.owner.head(OURS) is None
             asked.clear()
-            again = world.member(PEER)  # by another process
+            again = world.member(PEER)  # as another process would
             real = again._client.upload_part
             again._client.upload_part = send = lambda **a: (
                 asked.append(a["PartNumber"]),
@@ -380,7 +380,7 @@ class TestParts:
 
 @contextmanager
 def elsewhere(status: int = 200, location: str = "", body: bytes = b"") -> Iterator[Any]:
-    """A server that answers everything with ``status``, and notes the requests."""
+    """Run a server that answers every request with ``status`` and records it."""
     asked: list[str] = []
     headers = {"etag": '"x"', "last-modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
 
@@ -394,7 +394,7 @@ def elsewhere(status: int = 200, location: str = "", body: bytes = b"") -> Itera
 
 
 def asked_of(url: str, answers: list[dict[str, Any]]) -> tuple[AccessStore, list[Any]]:
-    """A member of a store at ``url`` whose registry gives ``answers``."""
+    """Return a member's store whose registry gives ``answers``, and the recorded requests."""
     seen: list[Any] = []
 
     def ask(request: Any) -> Any:
@@ -531,7 +531,7 @@ def test_parts_that_the_store_cannot_take_now_are_sent_again() -> None:
 def test_a_signed_query_is_in_no_log_exception_or_event(
     fault: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The test reads every library's debug lines for each answer of the store; None: it is away."""
+    """This includes all libraries' debug lines. ``fault``: the store's status; None: no answer."""
     caplog.set_level(logging.DEBUG)
     for name in ("botocore", "urllib3", "distributed_training"):
         caplog.set_level(logging.DEBUG, name)
@@ -578,7 +578,7 @@ def test_the_program_has_the_stores_own_key(
     world: AccessWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """The key comes from the environment; without it an error says so."""
-    monkeypatch.chdir(tmp_path)  # no .env of another
+    monkeypatch.chdir(tmp_path)  # so that no other .env is read
     world.publish()
     store = world.settings
     rules = {
@@ -612,7 +612,7 @@ def test_the_program_has_the_stores_own_key(
 
 @pytest.mark.parametrize("world", ["folder"], indirect=True)
 def test_the_program_grants_urls_and_hands_out_no_key(world: AccessWorld, tmp_path: Path) -> None:
-    """The secret that signs them is neither in its arguments nor in its output."""
+    """The secret that signs the URLs is neither in its arguments nor in its output."""
     world.publish()
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"

@@ -1,4 +1,4 @@
-"""The folder that a registry serves: nothing is lost, replaced, or led out of it."""
+"""Test the folder that a registry serves: its objects stay, and nothing else is read."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def put(url: str, data: bytes, headers: dict[str, str]) -> httpx.Response:
 
 
 def test_an_object_is_written_once(world: AccessWorld) -> None:
-    """Also by two that write at one moment; a second content is refused before its body."""
+    """A second content is refused before its body arrives."""
     url, headers = put_of(world, b"one")
     assert put(url, b"one", headers).status_code == 200
     again = put(url, b"one", headers)
@@ -104,7 +104,7 @@ def test_a_full_disk_is_507_and_loses_nothing(
 
 
 def test_no_path_leads_out_of_the_folder(world: AccessWorld, tmp_path: Path) -> None:
-    """Even one that is signed: whoever signs is asked for keys by others."""
+    """Not even a signed path does, because members choose the keys that are signed."""
     (tmp_path / "secret").write_text("secret")
     bucket = world.folder / "lab"
     (bucket / "link").symlink_to(tmp_path / "secret")
@@ -185,7 +185,7 @@ def test_two_who_ask_for_the_parts_of_one_upload_both_wait_for_the_disk(
 def test_an_upload_in_parts_survives_a_restart(
     world: AccessWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A registry that is started again asks for the missing parts only."""
+    """After a restart, a registry asks only for the missing parts."""
     monkeypatch.setattr(presigned, "PART", 1000)
     data = bytes(range(250)) * 10
     md5 = [md5_of(data[at : at + 1000]) for at in (0, 1000, 2000)]
@@ -205,7 +205,7 @@ def test_an_upload_in_parts_survives_a_restart(
 def test_a_part_that_the_disk_does_not_take_is_asked_for_again(
     world: AccessWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its member has the answer before the disk has the part."""
+    """The member gets its answer before the part is on the disk."""
     monkeypatch.setattr(presigned, "PART", 1000)
     data = bytes(range(250)) * 8
     md5 = [md5_of(data[at : at + 1000]) for at in (0, 1000)]
@@ -233,7 +233,7 @@ def test_a_part_that_the_disk_does_not_take_is_asked_for_again(
 
 
 def test_a_body_that_is_cut_off_leaves_nothing(world: AccessWorld) -> None:
-    """Of clients that are slow, tests/faults/test_hostile_clients.py sends a flood."""
+    """tests/faults/test_hostile_clients.py sends a flood of slow clients."""
     data = b"x" * 100_000
     url, headers = put_of(world, data)
     path = url.partition(str(world.server.port))[2]
@@ -250,7 +250,7 @@ def test_a_body_that_is_cut_off_leaves_nothing(world: AccessWorld) -> None:
 def test_one_proxy_serves_registry_and_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Caddy with TLS and ops/Caddyfile takes an upload in parts, and gives it back."""
+    """Through Caddy with TLS and ops/Caddyfile, an upload is sent in parts and read back."""
     size = presigned.PART + 6_000_000
     world = AccessWorld(
         None, tmp_path / "registry", parameters=2 * size, limits=Limits(proxy="127.0.0.1")
@@ -270,7 +270,7 @@ def test_one_proxy_serves_registry_and_store(
 
 
 def test_a_forged_url_is_counted_and_a_granted_one_is_not(world: AccessWorld) -> None:
-    """Members download much; whoever guesses is slowed down."""
+    """Members download much, so only forged URLs count against the rate."""
     grant = world.chain(PEER).access({"do": "read", "key": keys.STATE})["urls"]["get_object"]
     with httpx.Client(trust_env=False, timeout=60) as client:
         forged = world.server.url + PREFIX + keys.STATE
@@ -298,7 +298,8 @@ class _Disk(io.RawIOBase):
 def test_a_client_that_leaves_while_the_disk_hangs_keeps_nobody_waiting() -> None:
     disk = _Disk()
     file = io.BufferedReader(disk)
-    late = threading.Timer(20.0, disk.answers.set)  # so that a loop that waits fails, and ends
+    # If the loop waits for the disk, the test fails instead of waiting forever.
+    late = threading.Timer(20.0, disk.answers.set)
 
     async def leave() -> None:
         reading = asyncio.ensure_future(anext(files._pieces(file, 1 << 20)))

@@ -1,4 +1,4 @@
-"""A bucket at a real store, a registry that grants its members URLs of it, and such members."""
+"""Provide a bucket at a real store, a registry that signs URLs of it, and members that use them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class AccessWorld:
     ) -> None:
         self.server = RegistryServer(folder, access=self._open, limits=limits)
         self.folder = folder.parent / "store" if server is None else server.folder
-        # On a busy machine an answer may take that long.
+        # On a busy machine an answer may take this long.
         wait = timedelta(seconds=60)
         if server is None:
             keyed = StoreSettings(endpoint_url=self.server.url, read_timeout=wait)

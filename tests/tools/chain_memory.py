@@ -1,4 +1,4 @@
-"""A chain without a network: the local subnet's ledger, read at once by whoever asks."""
+"""A chain without a network, whose members are in a ledger in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distributed_training.registry.store import TABLES, Charter, Registry
 
 
 class MemoryLedger(Registry):
-    """``up`` False: writes fail, reads keep the last state. ``writes``: (kind, hotkey)."""
+    """A ledger in memory. If ``up`` is False, writes fail. ``writes``: kind and hotkey of each."""
 
     def __init__(self) -> None:
         db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
@@ -29,7 +29,7 @@ class MemoryLedger(Registry):
     def register(
         self, hotkey: str, *, uid: int | None = None, validator_permit: bool = False
     ) -> int:
-        """Register; with a permit, as the one who leads. A ``uid`` that is taken changes hands."""
+        """Register a hotkey, with a permit as the leader; it gets ``uid`` even if that is taken."""
         if validator_permit:
             self.charter = replace(self.charter, master=hotkey)
         with self.change():
@@ -42,7 +42,7 @@ class MemoryLedger(Registry):
             self._remove(self._own("deregister", hotkey))
 
     def set_weights(self, hotkey: str, weights: Mapping[int, float]) -> None:
-        """Take a validator's weights, as a chain that pays by them."""
+        """Store a validator's weights, as a chain does that pays by them."""
         with self.change():
             if hotkey != self.charter.master:
                 raise ChainError("weights: only a validator with a permit sets weights")
@@ -67,7 +67,7 @@ class MemoryLedger(Registry):
 
     @property
     def commitments(self) -> Mapping[str, str]:
-        """The texts by hotkey, which nobody changes here."""
+        """The committed texts by hotkey, read-only."""
         members = self.view.members
         texts = {m.neuron.hotkey: m.commitment for m in members if m.commitment is not None}
         return MappingProxyType(texts)
@@ -81,7 +81,7 @@ class MemoryLedger(Registry):
 
 
 class MemoryChain(Chain):
-    """A chain whose state is a :class:`MemoryLedger`, which each question reads."""
+    """A chain that reads its state from a :class:`MemoryLedger` at each call."""
 
     def __init__(self, *, hotkey: str, ledger: MemoryLedger | None = None, **terms: Any) -> None:
         super().__init__(own=hotkey, **terms)
@@ -91,9 +91,9 @@ class MemoryChain(Chain):
 
     def _read(self) -> None:
         ledger = self.ledger
-        if ledger.up and not self._reading:  # a reader may ask in on_read
+        if ledger.up and not self._reading:  # a reader may call this chain in on_read
             self._reading = True
-            with suppress(ChainError):  # a list without the master
+            with suppress(ChainError):  # the list lacks the master
                 self._saw(ledger.neurons, dict(ledger.commitments))
             self._reading = False
 

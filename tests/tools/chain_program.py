@@ -1,4 +1,4 @@
-"""A registry as a program of its own, open to all, created by ``master`` or the usual one."""
+"""Run a registry with open admission as a separate program, created by ``master`` or VALIDATOR."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def serve_command(folder: Path, *flags: str) -> list[str]:
 def chain_program(
     *flags: str, folder: Path | None = None, master: str = VALIDATOR.ss58
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """At a free port: its URL, which takes requests at once, and its process."""
+    """Run a registry at a free port; yield its URL, once it answers, and its process."""
     with tempfile.TemporaryDirectory() as made:
         folder = folder or Path(made)
         Registry.at(folder, Charter("test", master, 256, "open")).close()
@@ -39,7 +39,7 @@ def chain_program(
 
 
 def url_of(process: subprocess.Popen[str]) -> str:
-    """Return the address of a program that serves, once it does."""
+    """Return the URL of a registry's program, once it serves."""
     assert process.stdout is not None
     url = ""
     for line in process.stdout:

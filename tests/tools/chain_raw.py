@@ -1,4 +1,4 @@
-"""Bytes of one's own, as a client or a server that keeps no rule sends them."""
+"""Send raw bytes, as a client or a server that breaks the rules of HTTP does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def status(answer: bytes) -> int:
 
 @contextmanager
 def trickle() -> Iterator[int]:
-    """The port of a server whose answer's head comes byte by byte and never ends."""
+    """Yield the port of a server whose answer's head arrives byte by byte and never ends."""
     ended = threading.Event()
 
     def drip(accepted: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""A registry on a thread of the test's process."""
+"""Run a registry on a thread of the test's process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RegistryServer:
             most_uids=256,
             admission=admission,
         )
-        (self.port,) = free_ports(1)  # no connection gets it between a stop and a start
+        (self.port,) = free_ports(1)  # nothing else can get the port between a stop and a start
         self.registry: Registry | None = None
         self._service: Service | None = None
 

@@ -134,7 +134,7 @@ class LedgerSubstrate:
             if call.function == "set_commitment":
                 ((kind, raw),) = call.params["info"]["fields"][0].items()
                 assert kind == f"Raw{len(raw)}"
-                if len(raw) > 128:  # there is no such kind
+                if len(raw) > 128:  # there is no such kind of key
                     raise ChainError("commit: more than 128 bytes")
                 pallet.commit(bytes(raw).decode())
             elif call.function in ("serve_axon", "serve_axon_tls"):

@@ -1,4 +1,4 @@
-"""Share among the tests of the chain: development keys, and a server of answers."""
+"""Provide the chain's tests with development keys and a server of prepared answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def registry_at(
     timeout: timedelta = timedelta(seconds=10),
     **settings: Any,
 ) -> RegistryChain:
-    """Open the registry at ``url``. Close it."""
+    """Open the registry at ``url``. The caller must close the result."""
     return RegistryChain(
         ChainSettings(registry_url=url, **settings), wallet, master, timeout=timeout
     )
@@ -46,7 +46,7 @@ def registry_at(
 def answers(
     answer: Callable[[BaseHTTPRequestHandler], tuple[Any, ...]], version: str = "HTTP/1.0"
 ) -> Iterator[int]:
-    """The port of a server that answers each request with a status, content, perhaps headers."""
+    """Yield the port of a server. ``answer`` returns a status, the content and perhaps headers."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = version

@@ -1,4 +1,4 @@
-"""Files of this project as an outsider, a crash or a bad disk leaves them, and who reads them.
+"""Name the readers of files that an outsider, a crash or a bad disk may have damaged.
 
 :data:`READERS` names every reader of a file that others write or that a kill may damage. Each is
 called with a path; it may raise what it promises (``refuses``) and nothing else.
@@ -116,7 +116,7 @@ _UPDATE_HEADER = Header(
 
 
 def _update(path: Path) -> Any:
-    """Return all that is in a member's upload; whoever wrote it signed it."""
+    """Return all values in a member's upload, without checking who signed it."""
     who: Any = {"run_id": "run", "kind": "upload", "hotkey": "5F", "verify": lambda *_: True}
     file = UpdateFile.open(path, SCHEMA, **who)
     return [file.decode(name, shape) for name, shape in SCHEMA]
@@ -286,7 +286,7 @@ def bounded(folder: Path, *, memory: int, cpu_seconds: int) -> list[dict[str, An
 def main() -> None:
     folder, memory, cpu_seconds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     names = sorted(path.name for path in folder.iterdir())
-    for name in names:  # all imports come before the limits
+    for name in names:  # import everything before the limits apply
         warm = folder / name / "honest" / READERS[name].name
         warm.parent.mkdir(exist_ok=True)
         warm.write_bytes(READERS[name].honest())

@@ -1,4 +1,4 @@
-"""An object store in memory, for tests of what is above the store: the twin of the S3 client.
+"""An object store in memory, which replaces the S3 client in tests of code that uses a store.
 
 Both pass the same contract test.
 """
@@ -27,7 +27,7 @@ from distributed_training.store.errors import (
 
 
 class MemoryObjectStore:
-    """One bucket. At Complete it refuses parts that it does not hold, as S3 does.
+    """One bucket. Like S3, it refuses to complete an upload with parts that it does not hold.
 
     ``before``: called with (operation, key) before each operation; may raise a StoreError.
     """

@@ -1,8 +1,8 @@
-"""A small HTTP proxy before the real server: enforces R2's rules, injects faults, keeps a record.
+"""A small HTTP proxy in front of the real server: enforces R2's rules, injects and logs faults.
 
-R2's rules that no server to be had enforces: parts of one upload are equal but for the last,
-checked at Complete (400 InvalidPart); checksum trailers are refused (as 401 Unauthorized); writes
-of one key come at most once a second (429).
+These rules of R2 are enforced by no server that we could run: all parts of an upload but the last,
+have one size, which is checked at Complete (400 InvalidPart); checksum trailers are refused (401
+Unauthorized); a key is written at most once a second (429).
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 DROP = -1  # a fault: close the connection in the middle of the body
-STALL = -2  # a fault: take a part of the body, and neither more of it nor leave of the client
+STALL = -2  # a fault: read a part of the body, then neither read on nor close the connection
 CHUNK = 64 * 1024
 
 
 @dataclass(frozen=True)
 class Call:
-    """One request, as a fault decides about it. ``what``: put, part, complete, create, ..."""
+    """One request, which a fault gets. ``what``: put, part, complete, create, ..."""
 
     method: str
     bucket: str
     key: str
     what: str
     number: int  # of a part
-    count: int  # how many of the same kind came before it, all keys
+    count: int  # how many requests of this kind came before it, over all keys
 
 
 @dataclass
 class Shim:
-    """``fault(call)``: None to forward, a status to answer instead, DROP or STALL. It may sleep."""
+    """``fault(call)``: returns None to forward, a status to answer, DROP or STALL; may sleep."""
 
     upstream: str
     fault: Callable[[Call], int | None] = lambda call: None
@@ -90,7 +90,7 @@ class Shim:
 
 
 def make_certificate(folder: Path, subject: str = "IP:127.0.0.1") -> Path:
-    """Self-signed, for an address or a name; the key next to it."""
+    """Create a self-signed certificate for an address or a name, with its key next to it."""
     path = folder / "shim.pem"
     subprocess.run(
         [

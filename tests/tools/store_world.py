@@ -50,7 +50,7 @@ from tests.tools.validator_world import (
 
 PERIOD, GRACE = 600.0, 120.0  # seconds
 _PATIENCE = timedelta(seconds=1)
-_ANSWERS = 20.0  # seconds; on a busy machine each thread that asks may wait for its turn
+_ANSWERS = 20.0  # seconds; on a busy machine each request may have to wait for a processor
 
 
 @cache
@@ -59,7 +59,7 @@ def keypair(name: str) -> Keypair:
 
 
 class Clock:
-    """The store's, which a test moves."""
+    """The store's clock, which a test moves."""
 
     def __init__(self) -> None:
         self.ahead = 0.0
@@ -69,7 +69,7 @@ class Clock:
 
 
 class StoreBucket(MemoryObjectStore):
-    """The global bucket. ``before_put``: called with each key that is written; may raise."""
+    """The global bucket. ``before_put`` is called with each key that is written, and may raise."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__("global", before=self._before_each, clock=clock)
@@ -96,7 +96,7 @@ class StoreBucket(MemoryObjectStore):
 
 
 class StoreMiner:
-    """Trains the real model on its own pages; encodes and uploads as a member does."""
+    """A miner that trains the real model on its own pages, and uploads as members do."""
 
     def __init__(self, world: StoreWorld, uid: int) -> None:
         self.world, self.uid = world, uid
@@ -150,7 +150,7 @@ class StoreMiner:
     def encode(
         self, *, moved: Sequence[Tensor] | None = None, pair: Keypair | None = None, **changes: Any
     ) -> bytes:
-        """An upload of what was trained (or of ``moved``), as bytes."""
+        """Return an upload of what was trained, or of ``moved``, as bytes."""
         layout = UpdateLayout.of(self.world.schema, self.header(**changes))
         path = self.world.folder / f"of-miner-{self.uid}.safetensors"
         path.unlink(missing_ok=True)
@@ -252,7 +252,7 @@ class StoreWorld:
         )
 
     def restart(self, *, folder: Path | None = None) -> None:
-        """Another process in the place of the validator, on an empty disk where one is given."""
+        """Replace the validator by another one, as after a restart; ``folder``: its empty disk."""
         self.closing.close()
         place = folder or self.folder / "validator"
         place.mkdir(parents=True, exist_ok=True)
@@ -294,23 +294,23 @@ class StoreWorld:
 
     def tick(self, times: int = 1) -> None:
         for _ in range(times):
-            self.validator._looked = -closes.LOOK  # it looks again at once
+            self.validator._looked = -closes.LOOK  # so that it reads the store again at once
             self.validator.tick()
 
     def send(self, *uids: int) -> None:
-        """Let all train and wait for the close; ``uids`` (none: all) upload."""
+        """Let all miners train, wait for the close, and let ``uids`` upload; None: all."""
         self.train()
         self.until_close()
         for uid in uids or self.miners:
             self.miners[uid].upload()
 
     def end(self, ticks: int = 1) -> None:
-        """Let the validator end the round, once no upload can come any more."""
+        """Let the validator end the round, once no upload can arrive any more."""
         self.until_late()
         self.tick(ticks)
 
     def round(self) -> Manifest:
-        """Let all train and upload, and the validator end the round; return the head's manifest."""
+        """Let all miners train and upload, end the round, and return the head's manifest."""
         self.send()
         self.end()
         return self.manifest(self.state.outer_step)

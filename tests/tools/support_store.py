@@ -1,4 +1,4 @@
-"""Share among the store's tests: a server, buckets, uploads of files."""
+"""Provide the store's tests with settings, buckets, and uploads of files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LARGE = "uploads/7/4.0.safetensors"  # key of an :class:`Upload`'s file in parts
 
 
 def settings_for(server: ObjectStoreServer, **changes: Any) -> StoreSettings:
-    """Return the settings by which a member reaches its buckets there."""
+    """Return the settings with which a member reaches its buckets at ``server``."""
     values: dict[str, Any] = {
         "minimum_valid_inner_step": 5,
         "connect_timeout": timedelta(seconds=3),
@@ -40,9 +40,9 @@ def new_bucket(server: ObjectStoreServer, settings: StoreSettings) -> S3ObjectSt
 
 
 class Upload:
-    """A new bucket of ``server``, and a file in parts and a small one for it.
+    """A new bucket of ``server``, and two files for it: one large enough for parts, one small.
 
-    ``rows``: of the larger one, each of ``ROW`` bytes.
+    ``rows``: the size of the larger file, in rows of ``ROW`` bytes.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Upload:
         return ""
 
     def assert_whole(self, failed: str) -> None:
-        """Each object holds the bytes of its file, and no upload is left unfinished."""
+        """Assert that each object holds the bytes of its file, and that no upload is unfinished."""
         assert not failed
         retry = Retry(each=timedelta(seconds=30))  # a busy machine answers slowly
         for key, path in self.files.items():

@@ -1,4 +1,4 @@
-"""Decode a file of a round through the store; written only from the protocol page (section 4).
+"""Decode an upload or an update, as another program would by the protocol page (section 4).
 
 Nothing of the product is imported, so the page is enough to write another program. The signature
 is returned with what it signs; who checks it needs sr25519.

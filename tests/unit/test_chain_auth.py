@@ -1,4 +1,4 @@
-"""``btauth/1`` as bittensor itself signs and verifies it."""
+"""Check that we sign and verify ``btauth/1`` as bittensor itself does."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_what_was_changed_is_refused_as_bittensor_refuses_it(
     for name, value in changed.items():
         if value is not None:
             headers[f"x-bittensor-{name}"] = value
-        elif name != "version":  # without it the call is none of this scheme
+        elif name != "version":  # without it, the call would not use this scheme at all
             headers.pop(f"x-bittensor-{name}", None)
     assert answer(headers, more, "/a") is their_answer(headers, more, "/a")
 

@@ -1,4 +1,4 @@
-"""Wallets, and the address at which others reach a DHT peer."""
+"""Test wallets, and how a DHT peer finds the address at which others reach it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_hotkey_without_a_coldkey_is_enough(tmp_path: Path, capfd) -> None:
     assert loaded.ss58 == created.ss58
     assert create_wallet(tmp_path, "miner").ss58 == created.ss58  # kept
     assert not (tmp_path / "miner" / "coldkey").exists()
-    # The mnemonic is nowhere, nor is the key in what a log line would show.
+    # The mnemonic is printed nowhere, and a log line would not show the key.
     assert capfd.readouterr().out == ""
     assert "Keypair" not in repr(loaded)
 
@@ -79,7 +79,7 @@ def test_bad_wallet_is_one_line(tmp_path: Path) -> None:
 
 @contextmanager
 def service(*texts: str, status: int = 200) -> Iterator[str]:
-    """Answers with ``texts`` in turn, the last one for ever."""
+    """Yield the URL of a server that answers with ``texts`` in turn, then repeats the last."""
     left = list(texts)
     with answers(lambda _: (status, (left.pop(0) if len(left) > 1 else left[0]).encode())) as port:
         yield f"http://127.0.0.1:{port}"
@@ -110,7 +110,7 @@ def test_two_answers_have_to_agree() -> None:
     ):
         bad = ["http://127.0.0.1:1", odd, down, private]
         assert external_ip(ChainSettings(), services=[*bad, wrong, good, other]) == "8.8.4.4"
-        # One that answers is asked again; one that changes its mind is not believed.
+        # A service that answers is asked again; two different answers of one service do not count.
         assert external_ip(ChainSettings(), services=[*bad, good]) == "8.8.4.4"
         with service("6.6.6.6", "7.7.7.7") as unsure:
             with pytest.raises(AddressUnknown, match=r"6\.6\.6\.6, 7\.7.*--dht\.ip"):
@@ -120,7 +120,7 @@ def test_two_answers_have_to_agree() -> None:
 
 
 def test_the_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its address is not the one that peers reach."""
+    """A proxy's address is not the one at which peers reach this machine."""
     with service("6.6.6.6") as proxy, service("8.8.4.4") as good:
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
             monkeypatch.setenv(name, proxy)

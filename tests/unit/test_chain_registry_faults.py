@@ -1,4 +1,4 @@
-"""An error of this program is no outage of the registry, and each error keeps its words."""
+"""Check that a bug of ours is not reported as an outage, and that errors keep their own words."""
 
 from __future__ import annotations
 

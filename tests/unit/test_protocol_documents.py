@@ -1,4 +1,4 @@
-"""Names, keys and commitments: their written forms, and refused ones."""
+"""Test the written forms of names, keys and commitments, and which of them are refused."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def test_keys_of_any_length_are_a_commitment_where_the_store_is_known(
     text = build_commitment(mine, any_length=True)
     if tuple(map(len, (account, key, secret))) != (32, 32, 64):
         mine = BucketCredentials("", key, secret)
-        for early in ({}, {"any_length": False}):  # a program that does not know the form drops it
+        # A program that does not know this form refuses it.
+        for early in ({}, {"any_length": False}):
             with pytest.raises(CommitmentError):
                 parse_commitment(text, **early)
             with pytest.raises(CommitmentError):

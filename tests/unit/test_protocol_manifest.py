@@ -1,4 +1,4 @@
-"""The chain of a store network: canonical form, signature, and refused files."""
+"""Test the canonical form and the signature of state and manifests, and which files are refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_golden_files_are_read_and_have_the_digests_of_their_canonical_form() ->
     assert manifest.merged[0] == Merged(
         2, MASTER, "8" * 64, norm=1.5e-5, factor=0.5, improvement=1e-3, inner_steps=30, tokens=61440
     )
-    # The signature is of the digest, so whoever writes the same again writes the same but for it.
+    # Only the digest is signed, so writing the same content again changes only the signature.
     signature = bytes.fromhex(json.loads(MANIFEST)["signature"][2:])
     assert manifest.to_bytes(lambda message: signature) == MANIFEST
 
@@ -66,7 +66,8 @@ def test_each_flipped_byte_is_refused(kind: type[State] | type[Manifest], data: 
         return True
 
     def signed_so(message: bytes, signature: bytes, hotkey: str) -> bool:
-        return (message, signature) in signed  # what sr25519 says, without its time
+        # Answer like sr25519, without the time that it takes.
+        return (message, signature) in signed
 
     parse(kind, data, record)
     for place in range(len(data)):
@@ -76,12 +77,12 @@ def test_each_flipped_byte_is_refused(kind: type[State] | type[Manifest], data: 
             parse(kind, bytes(flipped), signed_so)
 
 
-#: Values that a field does not take: another type, out of bounds, endless, not finite.
+#: Values that fields refuse: of another type, out of bounds, too long, or not finite.
 WRONG: list[str] = [
     "null", "true", "-1", "1e999", "NaN", "[]", "{}", '"\\u0000"', f'"{"x" * 5000}"', "9" * 4000,
     "[" * 300, '{"a":{"b":1}}', "1e30", "[[]]", '"0x"', '"A"', '"caf\\u00e9"', "0.5", '[{"uid":1}]',
 ]  # fmt: skip
-#: What some fields do take.
+#: Values of that list that some fields accept.
 RIGHT = {
     "finished": ("null", '"A"', '"0x"'),
     "rewound_to": ("null",),
@@ -154,7 +155,7 @@ def test_a_file_beyond_its_bound_is_not_parsed() -> None:
 def test_another_signer_is_refused() -> None:
     with pytest.raises(ValueError, match="not signed by the network's master"):
         State.parse(STATE, Master(RUN, OTHER, verify))
-    # What was signed as a manifest is no state.
+    # A signature for a manifest is not valid for a state.
     state = parse(State, STATE)
     signed = state.to_bytes(lambda message: message.ljust(64)[:64])
     assert bytes.fromhex(json.loads(signed)["signature"][2:]).startswith(b"state.json 1 ")
@@ -220,8 +221,8 @@ def test_a_manifest_that_does_not_follow_is_refused(changes: dict[str, Any], why
         {"rewound_to": 1, "update": "", "merged": ()},
         {"merged": tuple(reversed(parse(Manifest, MANIFEST).merged))},
         {"losses_after": {"x": float("nan")}},
-        {"recovered": 1},  # follows another, as no first outer step of a chain does
-        {"recovered": 1, "previous": ""},  # without whose weights it has
+        {"recovered": 1},  # it names a previous manifest, which a chain's first outer step must not
+        {"recovered": 1, "previous": ""},  # it does not name the outer step whose weights it has
         {"recovered": 2, "previous": "", "rewound_to": 0, "update": "", "merged": ()},
     ],
 )
@@ -231,7 +232,7 @@ def test_the_master_cannot_write_a_contradiction(changes: dict[str, Any]) -> Non
     manifests(rewound_to=0, update="", merged=())
     recovery = manifests(recovered=1, previous="", rewound_to=0, update="", merged=())
     assert parse(Manifest, recovery.to_bytes(lambda message: b"s" * 64)) == recovery
-    # Nothing of a chain that was left follows a recovery, and the reverse.
+    # No manifest of the abandoned chain follows a recovery, nor the other way round.
     with pytest.raises(ValueError, match="first outer step of the chain"):
         manifests(outer_step=2, previous=recovery.digest).check_after(recovery)
 

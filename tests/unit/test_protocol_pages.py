@@ -1,4 +1,4 @@
-"""The draw of pages against the recorded vectors, and what it promises on drawn networks."""
+"""Test the draw of pages against recorded vectors, and its promises on random networks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_golden_vectors(case: dict) -> None:
 
 
 def test_golden_vectors_of_the_permutation_and_of_what_is_held_out() -> None:
-    """They are those of earlier editions: a network's held-out pages stay held out."""
+    """The vectors come from earlier editions, so that a network's held-out pages stay held out."""
     key, count = RULE.key, VECTORS["count"]
     assert [permuted(place, count, key=key) for place in range(8)] == VECTORS["permuted"]
     assert [list(page) for page in RULE.held_out(TABLE)] == VECTORS["held_out"]
@@ -69,7 +69,7 @@ def test_pages_are_uniform_and_each_member_and_outer_step_has_its_own() -> None:
         for outer_step in range(40):
             drawn.update(rule(uid=uid, outer_step=outer_step, first=0, count=5, num_rows=table))
     assert len(drawn) == 200
-    # Of 8,000 draws 40 for each page; chi-square of 199 degrees is below 270 but for one in 1,000.
+    # 8,000 draws give 40 per page. Chi-square with 199 degrees exceeds 270 once in 1,000 cases.
     assert sum((count - 40) ** 2 / 40 for count in drawn.values()) < 270
     orders = {
         tuple(each(uid=uid, outer_step=step, first=0, count=20, num_rows=table))

@@ -1,4 +1,4 @@
-"""The score board against the golden vectors, an exact zero, and the block number's part."""
+"""Test the score board against golden vectors, with resets, and after a restart."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def test_assigned_is_a_moving_average_of_a_comparison() -> None:
     assert (board.assigned_score(1), board.assigned_score(2)) == (0.05, 0.0)
     board.update_round(random={1: RESET, 2: RESET}, assigned={1: RESET, 2: RESET})
     assert board.assigned_score(1) == pytest.approx(0.05 * 0.95)
-    board.update_round(random=better, assigned={})  # no assigned evaluation counts as none better
+    # Without an assigned evaluation, the upload counts as not better.
+    board.update_round(random=better, assigned={})
     assert board.assigned_score(1) == pytest.approx(0.05 * 0.95**2)
 
 

@@ -1,4 +1,4 @@
-"""The files of a round through the store: written files are read, all others are refused."""
+"""Test that uploads and updates that we write are read, and that all other files are refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def header(**given: Any) -> Header:
 
 
 def drawn(shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """Return values that no processor draws otherwise: cubes of whole numbers, from 1e-9 to 1."""
+    """Return values that are equal on all processors: cubes of whole numbers, from 1e-9 to 1."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randint(-1000, 1001, (1, *shape), generator=generator)[0]
     return numbers.float().pow(3) / 1e9
@@ -95,7 +95,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("r", [8, 16])
 def test_adapters_cost_half_a_byte_for_each_value(r: int, tmp_path: Path) -> None:
-    """Also a file of only B: a scale for each of its narrow rows would cost what its values do."""
+    """The same holds for a file with only B, since its narrow rows do not each have a scale."""
     both = [("lora_A", (r, 512)), ("lora_B", (1376, r))]
     for schema in (both, both[1:]):
         path, values = tmp_path / str(len(schema)), {name: drawn(shape) for name, shape in schema}
@@ -112,7 +112,7 @@ def test_adapters_cost_half_a_byte_for_each_value(r: int, tmp_path: Path) -> Non
 
 
 def golden_digests() -> dict[str, str]:
-    """Return the digest of the body that is encoded from the vectors' values, by bits."""
+    """Encode the vectors' values, and return the digest of each body by bits."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for bits in OWN_CODECS.values():
@@ -141,7 +141,7 @@ def test_golden_files_are_read_to_the_bit(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [3, 2])
 def test_scales_are_rounded_once_at_each_operation(bits: int) -> None:
-    """torch's own root is off by a bit on a CPU with MKL, and is not on a GPU."""
+    """On a CPU with MKL, torch's own root may be wrong in its last bit, but not on a GPU."""
     # Halves of equal values: the first addition rounds, those after it double.
     halves = drawn((5000, 2), seed=3)
     scales, _ = CODECS[f"{bits}-bit"].encode_rows(halves.repeat_interleave(128, 1))
@@ -195,14 +195,14 @@ def test_several_ranks_write_the_file_of_one(
     with tempfile.TemporaryDirectory() as folder:
         one, several = Path(folder, "one"), Path(folder, "several")
         digest = write(one, schema, head, values)
-        # What another file left at that place is gone.
+        # The bytes of an earlier file at this path are replaced.
         several.write_bytes(b"x" * data.draw(st.integers(0, 2 * layout.size)))
         with ThreadPoolExecutor(ranks) as pool:
             list(pool.map(lambda part: write_rows(several, layout, *part), parts))
         finish(several, layout, ALICE.sign)
         file = opened(several, schema)
         agree(file, schema, several.read_bytes())
-        # The signatures differ, and so the files: an sr25519 one has a random part.
+        # The files differ in their signatures, since sr25519 signatures have a random part.
         assert one.read_bytes()[layout.body :] == several.read_bytes()[layout.body :]
         assert one.stat().st_size == several.stat().st_size == layout.size
         assert layout.size <= largest_file(schema, f"{bits}-bit")
@@ -231,7 +231,7 @@ def test_a_value_is_off_by_at_most_a_scale_or_beyond_the_largest_number(
     scales, codes = codec.encode_rows(rows)
     out = torch.empty_like(rows)
     codec.decode_rows(scales, codes, out)
-    assert not scales.signbit().any()  # no -0.0: one file for one movement
+    assert not scales.signbit().any()  # no -0.0, so that one movement gives one file
     for group, scale, found in zip(
         rows[0].split(GROUP), scales[0].tolist(), out[0].split(GROUP), strict=True
     ):
@@ -355,7 +355,7 @@ def test_a_file_of_another_model_is_refused(sound: Path, schema: Schema) -> None
 
 
 def altered(sound: Path, path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    """Write the file with another table, signed again by its owner; the body stays."""
+    """Write the file with another table, signed again by its owner, and the same body."""
     data = sound.read_bytes()
     length = int.from_bytes(data[:8], "little")
     table = json.loads(data[8 : 8 + length])
@@ -419,7 +419,7 @@ def said(text: str) -> Callable[[dict[str, Any]], None]:
     return lambda table: table["__metadata__"].update(header=text)
 
 
-# The product's codecs are written as a number of bits, as files of earlier editions have it.
+# The product's codecs are written as a number of bits, as in files of earlier editions.
 FIELDS_WRITTEN = {"bits": 3, **header().__dict__}
 del FIELDS_WRITTEN["codec"]
 PLAIN = json.dumps(FIELDS_WRITTEN, sort_keys=True, separators=(",", ":"))
@@ -496,7 +496,7 @@ def test_a_cut_or_longer_file_is_refused(sound: Path, tmp_path: Path) -> None:
         path.write_bytes(data + bytes(more))
         with pytest.raises(ValueError, match="bytes instead of"):
             opened(path)
-    os.truncate(path, 2**42)  # terabytes behind a header, as a hole, cost nothing
+    os.truncate(path, 2**42)  # a sparse file of terabytes behind a header costs nothing
     with pytest.raises(ValueError, match="bytes instead of"):
         opened(path)
 
@@ -523,7 +523,7 @@ def test_a_crafted_scale_is_refused(tmp_path: Path, bits: int, scale: float) -> 
     with path.open("r+b") as file:
         file.seek(layout.body + layout.parts[1].scales + 12)  # the last of two rows
         file.write(torch.tensor([scale]).numpy().tobytes())
-    finish(path, layout, ALICE.sign)  # by its owner: the signature is good
+    finish(path, layout, ALICE.sign)  # signed by its owner, so the signature is valid
     with pytest.raises(ValueError, match=r"b\.weight: a scale that is negative"):
         opened(path)
 

@@ -1,4 +1,4 @@
-"""A clock that is wrong for a while: no call counts twice, nobody is locked out."""
+"""Check that while a clock is wrong, no call counts twice and no hotkey is locked out."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ WINDOW = BTAUTH_MAX_AGE + CLOCK_SKEW
 
 
 class World:
-    """A registry whose machine has a clock of its own, and callers that have theirs.
+    """A registry and its callers, each with its own clock.
 
-    ``offsets``: seconds by which each clock is wrong; the registry's by the name ``registry``.
+    ``offsets``: seconds by which each clock is wrong, by hotkey or by the name ``registry``.
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,10 +56,10 @@ class World:
 
     def open(self) -> None:
         self.registry = Registry.at(self.folder, self.charter)
-        self.registry._db.execute("PRAGMA synchronous = OFF")  # no disk is pulled out here
+        self.registry._db.execute("PRAGMA synchronous = OFF")  # no test cuts the power here
 
     def kill(self) -> None:
-        """End it as SIGKILL does: nothing is written any more."""
+        """End the registry as SIGKILL does, so that nothing more is written."""
         self.registry._db.close()
         self.registry._lock_file.close()
 
@@ -100,13 +100,13 @@ EVENTS = st.lists(
 def test_no_call_counts_twice_and_nobody_is_locked_out_by_any_clock(
     events: list[tuple[str, object]],
 ) -> None:
-    # In memory: a busy disk takes a minute to sync them all.
+    # Use memory, since a busy disk would take a minute for all syncs.
     with pytest.MonkeyPatch.context() as monkeypatch, TemporaryDirectory(dir="/dev/shm") as folder:
         world = World(Path(folder), monkeypatch)
         for kind, value in events:
             _play(world, kind, value)
-        # Both clocks are right now: within the freshness of a call everybody writes again. A call
-        # of the future, whose time comes just then, holds its hotkey up for one more moment.
+        # All clocks are right now, so everybody can write as soon as old calls have expired. A
+        # call from the future that becomes due just then delays its hotkey a moment longer.
         world.offsets = dict.fromkeys(world.offsets, 0.0)
         world.now += WINDOW + 0.5
         for hotkey in (PEER.ss58, MINER.ss58):
@@ -138,7 +138,7 @@ def _play(world: World, kind: str, value: object) -> None:
 
 
 def _replay_all(world: World) -> None:
-    """Send each call again at the very time by the registry's clock at which it was fresh."""
+    """Repeat each call, now and at the time of the registry's clock at which the call was fresh."""
     before = world.offsets["registry"]
     for hotkey, nonce in list(world.accepted):
         for offset in (before, nonce / NS - world.now):
@@ -168,7 +168,7 @@ def test_a_bounded_number_of_past_members_is_remembered(
         with world.registry.change():
             world.registry._remove(world.registry.uid_of(hotkey))
         world.now += 1
-    # Whoever comes and goes makes no table longer, however long the process runs.
+    # Hotkeys that come and go do not make a table grow, however long the process runs.
     left = world.registry._db.execute("SELECT hotkey FROM nonces ORDER BY nonce").fetchall()
     assert left == [(MINER.ss58,), (STRANGER.ss58,)]
 
@@ -181,7 +181,7 @@ def test_the_answer_names_the_clock_and_by_how_much(world: World, ahead: float) 
     message = refused.value.fields["message"]
     side = "after" if ahead > 0 else "before"
     assert f"3600 s {side} this registry's time" in message and "timedatectl" in message
-    # And where the hotkey's own clock went back within the window.
+    # The same if the hotkey's own clock was set back within the window.
     world.offsets[PEER.ss58] = 3.0
     world.sign(PEER.ss58)
     world.offsets[PEER.ss58] = 0.0
@@ -221,7 +221,8 @@ def test_a_file_of_the_edition_before_is_taken_over(
     store.backup(tmp_path / store.FILE, tmp_path / "old.db")
     world.open()
     assert world.registry.view.members == before.members
-    with closing(sqlite3.connect(tmp_path / "schema-3.db")) as kept:  # that edition reads it
+    # The previous edition can read the copy.
+    with closing(sqlite3.connect(tmp_path / "schema-3.db")) as kept:
         assert kept.execute("PRAGMA user_version").fetchone() == (3,)
     _replay_all(world)
     world.now += WINDOW
@@ -246,7 +247,7 @@ def test_a_file_of_0_2_0_is_refused_in_one_line(
 
 
 def test_the_list_of_members_stays_readable_with_all_commitments() -> None:
-    """Each client reads at most 16 MiB of it: one that all refuse would end the network."""
+    """Each client reads at most 16 MiB, so a longer list would be refused by all members."""
     members = MemoryLedger()
     members.register("5" * 48)
     for text in ("\0" * LONGEST, "é" * 200, "k" * (LONGEST + 1), "a\nb"):

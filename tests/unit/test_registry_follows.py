@@ -1,4 +1,4 @@
-"""A registry follows its network's file, and an invitation the versions that come after it."""
+"""Check that a registry serves new versions of its file, and that invitations stay good."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def test_a_registry_does_not_start_with_a_file_that_nobody_signed(lab: Path) -> 
 
 
 def by_another(text: str, first: str) -> str:
-    """Return the file of another founder, who writes that it comes after the one of ``first``."""
+    """Return another founder's file, which claims to follow the one with digest ``first``."""
     mine = re.sub(r"(?m)^master_hotkey = .*$", f'master_hotkey = "{ALICE.ss58_address}"', text)
     head = {"version": 2, "previous": f"sha256:{first}", "from_outer_step": 5}
     return signed(mine, ALICE, head=head)
 
 
-#: What is wrong: the versions of the registry, by number, in place of the right ones.
+#: Name of a fault -> function that changes the registry's versions, which it gets by number.
 FAULTS: dict[str, Callable[[Path, dict[int, str], str], object]] = {
     "none": lambda lab, texts, first: None,
     "gap": lambda lab, texts, first: texts.pop(2),

@@ -1,4 +1,4 @@
-"""An answer of a cache is never taken for the present time, and state.json is read past caches."""
+"""Check that a cached answer never counts as the present time, nor a cached state as new."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_date_that_is_none_raises_what_callers_expect(text: str) -> None:
 
 
 def _requests(store: S3ObjectStore) -> list[Any]:
-    """Return a list that gets each request as it would be sent; none is."""
+    """Return a list that receives each request instead of the network."""
     sent = list[Any]()
 
     def send(request: Any, **_: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Etags that are no MD5, answers that contradict each other, bytes damaged on the way.
+"""Test uploads with etags that are not MD5s, contradictory answers, and damaged bytes.
 
-Whatever a store writes into its etags: what it accepted is not sent again, what is called uploaded
-is there byte for byte, and damaged bytes end the upload with a line.
+Whatever a store's etags are, a part that it accepted is not sent again, an upload that succeeded
+is there byte for byte, and damaged bytes end the upload with an error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STYLES = {
 
 
 class Store(MemoryObjectStore):
-    """A store with etags of its own, which refuses the first ``damages`` bodies as damaged."""
+    """A store with its own kind of etags, which refuses the first ``damages`` bodies as damaged."""
 
     def __init__(self, style: str, damages: int = 0) -> None:
         super().__init__()
@@ -114,13 +114,14 @@ def test_accepted_object_is_there_and_was_sent_once(tmp_path: Path) -> None:
             failed += 1
             with pytest.raises(IntegrityError, match="other bytes arrived"):
                 send(store, path)
-            # No part is sent twice; the next ones may be under way as the first fails.
+            # No part is sent twice. The next parts may be under way when the first one fails.
             assert store.received <= size, (style, damages)
         if damages > 1:
             continue
         sent = send(store, path)
         assert content(store) == path.read_bytes(), (style, damages)
-        if damages and style in ("md5", "capitals"):  # other etags do not prove what is there
+        # Other etags do not prove which bytes the store has.
+        if damages and style in ("md5", "capitals"):
             assert store.received == size + min(PART, size), (style, damages)
         elif not damages:
             assert store.received == sent == size, style
@@ -154,12 +155,12 @@ def test_no_parts_are_left_where_the_store_refuses_to_join_them(tmp_path: Path) 
 
 
 def of_other_parts(etag: str) -> str:
-    """It has the form of one of parts, and is not that of these."""
+    """Return an etag that has the form of a multipart etag but belongs to other parts."""
     return "0" * 32 + "-3" if "-" in etag else etag
 
 
 def test_an_object_of_other_parts_is_sent_again(tmp_path: Path) -> None:
-    """Its size is right, and its etag belongs to other parts: at Complete and when asked again."""
+    """The object has the right size, but its etag belongs to other parts, also when asked again."""
     store, path = Store("md5"), tmp_path / "model"
     path.write_bytes(os.urandom(3 * PART))
     complete = store.complete_multipart

@@ -1,4 +1,4 @@
-"""Test that a server at the store's address that answers 200 need not be the store."""
+"""Test answers that do not come from a store, although the status is 200."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ LISTED = b"<R xmlns='http://s3.amazonaws.com/doc/2006-03-01/'><Contents/><Upload
 
 
 class Page(BaseHTTPRequestHandler):
-    """The page of a proxy, or XML with entries that say nothing."""
+    """Answer with a proxy's page, or with XML whose entries are empty."""
 
-    protocol_version = "HTTP/1.1"  # a client waits a second for the "100 Continue" of it
+    protocol_version = "HTTP/1.1"  # a client waits a second for its "100 Continue"
     body = b""
     status = 200
     more: ClassVar[dict[str, str]] = {}
@@ -53,7 +53,7 @@ class Page(BaseHTTPRequestHandler):
         type(self).requests += 1
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.send_response_only(self.status)
-        # A client would otherwise send its next request on the connection that ends.
+        # Otherwise a client would send its next request on the connection that is being closed.
         own = {"Content-Length": str(len(self.body)), "Connection": "close"}
         for name, value in (own | self.more).items():
             self.send_header(name, value)
@@ -72,7 +72,7 @@ class Page(BaseHTTPRequestHandler):
 
 
 class Drip(Page):
-    """One byte after the other, until the reader hangs up: never as many as a reader wants."""
+    """Send one byte after another until the reader hangs up."""
 
     def answer(self) -> None:
         self.send_response(200)
@@ -87,7 +87,7 @@ class Drip(Page):
 
 
 class Cut(Page):
-    """40 bytes, fewer than it announces."""
+    """Send 40 bytes, which is fewer than announced."""
 
     length = "100"
 
@@ -170,7 +170,7 @@ NOW = "Mon, 23 Nov 2026 17:00:00 GMT"
 def test_headers_and_bodies_that_botocore_cannot_read_are_tried_again(
     name: str, page: dict[str, Any]
 ) -> None:
-    """Its own errors for them are no BotoCoreError; they ended the thread that met them."""
+    """botocore's errors about them are not BotoCoreErrors, so they once ended the thread."""
     with store_at(type("Odd", (Page,), page)) as store:
         with pytest.raises(TransientError, match="so it does not come from an object store"):
             OPERATIONS[name](store)
@@ -190,7 +190,7 @@ def test_headers_and_bodies_that_botocore_cannot_read_are_tried_again(
     ],
 )
 def test_a_refusal_is_called_by_its_cause(status: int, code: str, text: str) -> None:
-    """An answer to HEAD has no body, so it does not say why."""
+    """An answer to HEAD has no body, so the cause comes from another request."""
     body = f"<Error><Code>{code}</Code><Message>m</Message></Error>".encode()
 
     refuses: type[Page] = type("Refuses", (Page,), {"status": status, "body": body})
@@ -223,7 +223,7 @@ def one_at(url: str) -> S3ObjectStore:
 
 
 def refused(status: int, code: str, message: str, *, at: str = "http://a") -> str:
-    """Return class and text of the error that an answer becomes."""
+    """Return the class and the text of the error for an answer."""
     store = one_at(at)
     answer = {"Code": code, "Message": message}
     metadata = {"HTTPStatusCode": status}
@@ -310,7 +310,7 @@ def test_an_etag_of_other_bytes_is_named_and_one_that_is_no_md5_tells_nothing(na
 def test_an_object_that_trickles_in_or_is_cut_short_is_tried_again(
     name: str, handler: type[Page], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3, "_LONGEST_READ", 0.2)  # all of a drip would take half an hour
+    monkeypatch.setattr(s3, "_LONGEST_READ", 0.2)  # receiving everything would take half an hour
     with store_at(handler) as store, pytest.raises(TransientError, match=said):
         READS[name](store)
 
@@ -327,7 +327,7 @@ def test_a_list_with_empty_entries_is_a_transient_error(
 
 
 class Endless(Page):
-    """A list of which each page names another one; with ``entries`` in each."""
+    """Answer with a list in which each page has ``entries`` and names another page."""
 
     entries = b""
 
@@ -364,7 +364,7 @@ def test_a_list_without_an_end_is_given_up(name: str, monkeypatch: pytest.Monkey
 def test_a_certificate_that_is_not_accepted_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An outage would be tried again until the deadline, and the line would not name the remedy."""
+    """As an outage it would be retried for an hour, and no line would name the remedy."""
     for name in BUNDLES:
         monkeypatch.delenv(name, raising=False)
     certificate = make_certificate(tmp_path)
@@ -376,7 +376,7 @@ def test_a_certificate_that_is_not_accepted_is_named(
     for name in BUNDLES:
         monkeypatch.setenv(name, str(certificate))
         with store_at(Page, certificate) as store:
-            assert store.list_objects() == []  # an empty page, past the handshake
+            assert store.list_objects() == []  # the handshake succeeded, and the page is empty
         for bad in (tmp_path / "missing", tmp_path, certificate.with_suffix(".key")):
             monkeypatch.setenv(name, str(bad))
             with (

@@ -1,4 +1,4 @@
-"""Test that an object is read whole and bounded, also after an interruption."""
+"""Test that an object is read completely and within its limits, also after an interruption."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def published() -> MemoryObjectStore:
 def test_a_download_says_once_a_minute_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Or a first start on the public network looks as if it hung for 40 minutes."""
+    """Otherwise a first start would look as if it hung for 40 minutes."""
     caplog.set_level("INFO")
     real, later = time.monotonic, 0.0
 
@@ -67,7 +67,7 @@ def test_a_download_says_once_a_minute_how_far_it_is(
 def test_half_of_one_object_is_never_joined_to_half_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An interrupted download whose object was replaced by one of equal size meanwhile."""
+    """The object is replaced by one of equal size while its download is interrupted."""
     monkeypatch.setattr(transfer, "RANGE", 1000)
     ranges, most = 0, 3.0
 
@@ -120,7 +120,7 @@ def test_a_slow_bucket_that_answers_is_given_up_at_the_deadline(
     ranges: list[int] = []
 
     class Slow(MemoryObjectStore):
-        """Each range takes a minute."""
+        """A store at which each range takes a minute."""
 
         def head(self, key: str) -> ObjectInfo:
             return ObjectInfo(key, 12 * transfer.RANGE, "e", 0.0)
@@ -140,7 +140,8 @@ def test_a_slow_bucket_that_answers_is_given_up_at_the_deadline(
         with pytest.raises(DeadlineError, match=f"{came * transfer.RANGE} of"):
             transfer.download(Slow(), "m", path, limit=1 << 40, deadline=until)
         until = now + 150
-    assert ranges == [n * transfer.RANGE for n in range(6)]  # it continued where it was
+    # The second download continued where the first one stopped.
+    assert ranges == [n * transfer.RANGE for n in range(6)]
 
 
 def test_a_single_file_has_the_callers_time_or_a_large_answers(
@@ -157,7 +158,7 @@ def test_a_disk_that_fails_is_called_the_disk(
     published: MemoryObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> int:
-        raise OSError(errno.EIO, "Input/output error")  # as pwrite does, without a name
+        raise OSError(errno.EIO, "Input/output error")  # like pwrite, without the name of a file
 
     monkeypatch.setattr(transfer.os, "pwrite", fails)
     with pytest.raises(StoreError, match=r"^the disk: Input/output error$"):
@@ -230,7 +231,7 @@ def test_a_full_disk_is_an_error_with_its_remedy(tmp_path: Path) -> None:
 def test_a_disk_that_does_not_answer_is_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is asked on the thread that trains."""
+    """The question is asked on the thread that trains, so it must not raise."""
 
     def stale(path: Path) -> None:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
