@@ -7,7 +7,6 @@ import os
 import posixpath
 import re
 import subprocess
-import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -37,18 +36,16 @@ from distributed_training.registry import access, service
 from distributed_training.registry import command as program
 from distributed_training.registry.files import SECRET
 from distributed_training.store import presigned
-from distributed_training.store.base import ObjectInfo, Section, Uplink, md5_of, put_once
+from distributed_training.store.base import md5_of, put_once
 from distributed_training.store.errors import (
     AccessDeniedError,
     RefusedError,
-    StoppedError,
     StoreError,
     TakenError,
     TransientError,
 )
 from distributed_training.store.presigned import AccessStore
 from distributed_training.store.s3 import base64_md5
-from distributed_training.store.transfer import Retry
 from distributed_training.telemetry.events import EventLog
 from distributed_training.telemetry.logs import LineFormatter
 from tests.tools.access_world import AccessWorld
@@ -301,48 +298,6 @@ class TestParts:
     def world(self, server: Any, tmp_path: Path) -> Iterator[AccessWorld]:
         with AccessWorld(server, tmp_path / "registry", parameters=32 * MIB) as made:
             yield made
-
-    @pytest.fixture
-    def file(self, tmp_path: Path) -> Path:
-        path = tmp_path / "upload"
-        path.write_bytes(os.urandom(12 * MIB))
-        return path
-
-    def test_an_upload_continues_where_it_was_interrupted(
-        self, world: AccessWorld, file: Path
-    ) -> None:
-        world.publish()
-        store = world.member(PEER)
-        uplink, asked = Uplink(), []
-        with file.open("rb") as handle:
-            body = Section(handle.fileno(), 0, 12 * MIB, uplink)
-            real = store._client.upload_part
-
-            def send(**arguments: Any) -> Any:
-                asked.append(arguments["PartNumber"])
-                if len(asked) == 2:
-                    uplink.stop()
-                return real(**arguments)
-
-            store._client.upload_part = send
-            with pytest.raises((StoppedError, TransientError)):
-                store.put(OURS, body)
-            assert asked[:2] == [1, 2] and world.owner.head(OURS) is None
-            asked.clear()
-            again = world.member(PEER)  # as another process would
-            real = again._client.upload_part
-            again._client.upload_part = send = lambda **a: (
-                asked.append(a["PartNumber"]),
-                real(**a),
-            )[1]
-            body = Section(handle.fileno(), 0, 12 * MIB)
-            etag = Retry(each=timedelta(seconds=60))(again.put, OURS, body)
-            assert sorted(asked) == [2, 3], "the first part is there"
-            assert world.owner.get(OURS, limit=99 * MIB) == file.read_bytes()
-            assert again.put(OURS, body) == etag
-        with pytest.raises(TakenError):
-            again.put(OURS, bytes(12 * MIB))
-        assert world.owner.list_multiparts() == []
 
     def test_multipart_upload_for_a_close_is_aborted_at_the_next(self, world: AccessWorld) -> None:
         world.publish()
@@ -645,39 +600,15 @@ def test_the_program_grants_urls_and_hands_out_no_key(world: AccessWorld, tmp_pa
     assert (tmp_path / "served" / SECRET).stat().st_mode & 0o077 == 0
 
 
-class _Slow:
-    """A store whose first request waits for ``go``, and which refuses the key of the others."""
-
-    def __init__(self) -> None:
-        self.began, self.go = threading.Event(), threading.Event()
-
-    def head(self, key: str) -> ObjectInfo | None:
-        if not self.began.is_set():
-            self.began.set()
-            assert self.go.wait(60)
+def test_the_founder_reads_of_a_refused_key(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise AccessDeniedError("the store does not accept these keys")
 
-    def get(self, key: str, *, limit: int) -> bytes:
-        raise AccessDeniedError("the store does not accept these keys")
-
-
-def test_a_slow_store_holds_up_one_request_and_the_founder_reads_of_a_refused_key(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    slow = _Slow()
-    grants = access.Access(slow, master=Master("x", "y", lambda *_: True), largest_upload=9)  # type: ignore[arg-type]
-
-    def ask() -> None:
+    store: Any = SimpleNamespace(head=refuse, get=refuse)
+    grants = access.Access(store, master=Master("x", "y", lambda *_: True), largest_upload=9)
+    for _ in range(3):
         with pytest.raises(access.StoreAway, match="ask the founder, whose registry logs"):
             grants.grant(1, "write", OURS, 1, (md5_of(b"x"),))
-
-    first = threading.Thread(target=ask)
-    first.start()
-    assert slow.began.wait(60)
-    ask()
-    ask()
-    slow.go.set()
-    first.join(60)
     (record,) = [r for r in caplog.records if "cannot access the store" in r.getMessage()]
     assert "does not accept these keys" in record.getMessage()
 
