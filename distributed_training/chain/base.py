@@ -1,4 +1,4 @@
-"""The chain as the rest of the program sees it, and the last known state of a subnet.
+"""Define the chain as the rest of the program sees it, and keep its last known state.
 
 A chain is reached over a network and may be down for hours while training continues. So readers get
 the last known state, at once and from memory, and a thread of the chain keeps it up to date.
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class ChainError(RuntimeError):
-    """A read or write that the chain refused, or that did not get through. It may be retried."""
+    """A read or write was refused by the chain, or did not get through. It may be retried."""
 
 
 class ChainUnavailable(ChainError):
@@ -66,7 +66,7 @@ class ChainState:
     commitments: dict[str, str]
 
     def save(self, path: Path) -> None:
-        """Replace ``path``. A failure is only logged: just a start in an outage needs the file."""
+        """Replace ``path``. A failure is only logged, since only a start in an outage needs it."""
         lost = (
             "a start while the chain is down would wait for it; free disk space at "
             "--neuron.run_folder"

@@ -1,4 +1,4 @@
-"""A neuron as others see it: its hotkey and its address.
+"""Load a neuron's hotkey, and find the address at which others reach the neuron.
 
 Only the hotkey of the bittensor wallet is read, never the coldkey. The wallet's files are read and
 written with ``bittensor_core``, as bittensor does. Members of a registry's network need no other

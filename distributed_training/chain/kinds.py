@@ -1,4 +1,4 @@
-"""The kinds of chain, by the word that a network's file has as ``chain.kind``.
+"""Register the kinds of chains, by the name that a network's file has as ``chain.kind``.
 
 To add your own kind, write a subclass of :class:`.base.Chain`, and one line::
 

@@ -1,4 +1,4 @@
-"""Client of a registry, the chain of a network without a public one (:mod:`..registry`).
+"""Read from and write to a registry, the chain of a network without a public one.
 
 A thread polls with the ETag of the list that it knows, and reads never wait for it. While a
 registry is down, the state only gets older. A registry that was restored from an old backup shows
@@ -156,7 +156,7 @@ class RegistryChain(Chain):
         self._seen: RegistryState | None = None
         self.identity = ""  # identity of the registry, once it has answered
         self.all_expelled: frozenset[str] = frozenset()  # expelled hotkeys, as last read
-        # kept in case the registry is restored from an old backup
+        # These are kept in case the registry is restored from an old backup.
         self._written: dict[str, dict[str, Any]] = {}  # kind -> the last accepted write
         self._thread = threading.Thread(target=self._poll, name="registry", daemon=True)
         self._thread.start()

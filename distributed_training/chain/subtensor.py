@@ -1,4 +1,4 @@
-"""The public chain, through bittensor 11's own client.
+"""Read from and write to the public chain through bittensor 11's own client.
 
 The chain shows who is registered, who may lead, where a member's own bucket is (its commitment) and
 where its DHT peer is (its axon, with the peer's id as the axon's certificate). One endpoint is

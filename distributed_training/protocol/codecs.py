@@ -1,4 +1,4 @@
-"""Codecs for uploads: they encode the values of rows as bytes. A network's file names one.
+"""Encode the values of rows as bytes, with the codec that a network's file names.
 
 A codec is two functions, ``encode_rows`` and ``decode_rows`` (:class:`Codec`). To add one, write
 the line ``CODECS.register(name, Codec(...))`` in a module, which every member and the validator

@@ -1,4 +1,4 @@
-"""Names of buckets, of their objects and of peers (protocol page, sections 1 and 5).
+"""Name buckets and their objects (protocol page, sections 1 and 5).
 
 The global bucket contains ``state.json``, a folder ``outer/N/`` for each outer step, and the
 members' ``uploads/``, unless each member has its own bucket for its uploads. A run folder has a

@@ -1,4 +1,4 @@
-"""The chain of a store network: its state and the manifests of its outer steps (section 5).
+"""Sign and check the chain of a store network: its state and its manifests (section 5).
 
 ``state.json`` says which outer step all members train from, when the uploads for it are taken, and
 which manifest is the head. ``outer/N/manifest.json`` says how the epoch-start weights of outer step
@@ -96,7 +96,7 @@ def is_signed(name: str, data: bytes, master: Master) -> bool:
 
 
 class _Signed:
-    """What state and manifest have in common: a canonical form and a signature."""
+    """The canonical form and the signature, which state and manifest have in common."""
 
     name: ClassVar[str]
     most_bytes: ClassVar[int]
@@ -180,9 +180,9 @@ class State(_Signed):
 
     def __post_init__(self) -> None:
         if list(self.weights_at) != sorted({*self.weights_at}):
-            raise ValueError("weights_at does not ascend")
+            raise ValueError("weights_at is not in ascending order")
         if self.weights_at and self.weights_at[-1] > self.outer_step:
-            raise ValueError("weights_at names an outer step to come")
+            raise ValueError("weights_at names an outer step that is still to come")
 
     def check_after(self, before: State) -> None:
         """Raise ValueError unless this state may follow ``before``, which a reader has seen."""
@@ -301,19 +301,19 @@ class Manifest(_Signed):
     def __post_init__(self) -> None:
         uids = [each.uid for each in self.merged]
         if uids != sorted({*uids}):
-            raise ValueError("merged does not ascend by uid")
+            raise ValueError("merged is not in ascending order of uids")
         if self.recovered > self.outer_step:
-            raise ValueError("recovered names an outer step to come")
+            raise ValueError("recovered names an outer step that is still to come")
         if (self.outer_step == self.recovered) != (not self.previous):
-            raise ValueError("previous is of all outer steps but the one at which the chain begins")
+            raise ValueError("only the chain's first outer step has no previous manifest")
         if self.outer_step == self.recovered > 0 and self.rewound_to is None:
-            raise ValueError("a recovery names in rewound_to whose weights it has")
+            raise ValueError("a recovery must name the outer step of its weights in rewound_to")
         if self.rewound_to is not None and self.rewound_to >= self.outer_step:
-            raise ValueError("rewound_to names an outer step to come")
+            raise ValueError("rewound_to names an outer step that is still to come")
         if bool(self.update) != (self.outer_step > 0 and self.rewound_to is None):
-            raise ValueError("update is of all but outer step 0 and rewinds")
+            raise ValueError("only outer step 0 and rewinds have no update")
         if bool(self.update) != any(each.factor for each in self.merged):
-            raise ValueError("merged and update are there together or not at all")
+            raise ValueError("update must be empty if no upload was merged, and only then")
 
     def check_after(self, before: Manifest) -> None:
         """Raise ValueError unless this is the manifest that follows ``before``."""

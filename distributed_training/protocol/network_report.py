@@ -173,7 +173,7 @@ def judge_network(
 
 
 def _missing(report: NetworkReport) -> str:
-    """Say which members the network is waiting for, and why."""
+    """Return a sentence about the members that the network is waiting for."""
     if not report.members:
         return "no miner has joined yet"
     sentence = f"a round takes {report.least}, and {report.alive} of {len(report.members)} answer"
@@ -188,14 +188,14 @@ def _missing(report: NetworkReport) -> str:
 
 
 def _cause(report: NetworkReport) -> str:
-    """Say why the last round failed."""
+    """Return in words why the last round failed."""
     last = report.rounds[-1] if report.rounds else None
     cause = describe_fault(last.fault if last else "")
     return f"{cause} ({last.detail})" if last and last.detail else cause
 
 
 def describe_fault(fault: str) -> str:
-    """Say why a round failed, given the name of the fault in its report."""
+    """Return in words why a round failed, from the name of the fault in its report."""
     return _FAULTS.get(fault, "the cause is not known here")
 
 

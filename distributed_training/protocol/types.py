@@ -1,4 +1,4 @@
-"""Small typed objects that packages pass to each other.
+"""Define the small typed objects that packages pass to each other.
 
 Packages in the same layer do not import each other; the objects that they exchange are defined
 here, in the lowest layer. Nothing in this module does I/O or imports torch.

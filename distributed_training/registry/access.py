@@ -103,7 +103,7 @@ class Access:
     ) -> dict[str, Any]:
         """Return a :class:`~..store.presigned.Grant`, as a dict, for the member with ``uid``.
 
-        ``do``: "read" an object, "look" at the member's own upload, or "write" or "complete" that
+        ``do``: "read" an object, "look" at the member's own upload, "write" or "complete" that
         upload. ``size``: the upload's size in bytes. ``md5``: the MD5 of each of its parts. Raises
         ChainError with the reason, or StoreAway.
         """

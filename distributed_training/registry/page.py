@@ -1,4 +1,4 @@
-"""Draw the network's page, which a registry serves at ``/``, and its figures for Prometheus.
+"""Draw the network's page, which a registry serves at ``/``, and write figures for Prometheus.
 
 The verdict and the members' states come only from the founder's report. All text on the page is
 escaped. The page runs no script, loads no other files, and reloads itself every minute.

@@ -1,8 +1,9 @@
-"""Answer a registry's callers: starlette on uvicorn, bounded by :mod:`..common.connections`.
+"""Answer a registry's callers with starlette on uvicorn, within :mod:`..common.connections`.
 
-Anybody may read. Reads are answered from an immutable view; a poller that sends the ETag of the
-version it has gets 304. Writes are checked, cheapest check first: path, size, rates, receiver,
-freshness, signature. Then one thread stores them one after another, while reads continue.
+Anybody may read. Reads are answered from an immutable view. A poller that sends the ETag of the
+version that it has gets 304. Writes are checked in this order, from the cheapest check on: path,
+size, rates, receiver, freshness, signature. Then one thread stores them one after another, while
+reads continue.
 
 ``GET /state``, ``/health``, ``/metrics``, ``/network.toml`` and ``/``, the page; ``/store/``
 (:mod:`.files`).
@@ -353,7 +354,7 @@ class Service:
         claim, path = self._check_head(request), request.scope["path"]
         body = await request.body()
         registry = self.registry
-        # Take the query as it was sent, since that is what the caller signed.
+        # Use the query as it was sent, since the caller signed it in that form.
         query = request.scope["query_string"]
         target = (request.scope["raw_path"] + (b"?" + query if query else b"")).decode()
         auth.proven(claim, request.headers, body, path=target, own=registry.charter.identity)

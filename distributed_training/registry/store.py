@@ -3,10 +3,11 @@
 One folder holds one registry: ``registry.db`` (WAL mode, each write synced before it is answered)
 and a lock file.
 
-*Replay.* A caller signs each write with its clock's time as the nonce (``btauth/1``), and with this
-registry's identity as the receiver. Nonces are stored with their writes, so no nonce is accepted
-twice, whatever the clocks do. Each hotkey's nonces must increase. The exception is a last nonce in
-the future: both clocks were ahead when it was accepted, and it must not lock its hotkey out.
+*Replays.* A caller signs each write with its clock's time as the nonce (``btauth/1``), and with
+this registry's identity as the receiver. Nonces are stored with their writes, so no nonce is
+accepted twice, whatever the clocks do. Each hotkey's nonces must increase. The exception is a last
+nonce in the future: both clocks were ahead when it was accepted, and it must not lock its hotkey
+out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The interface of an object store (eight methods), and the registry of the kinds of stores.
+"""Define the interface of an object store (eight methods), and register the kinds of stores.
 
 A store is one bucket, which maps keys to bytes. A file too large for one request is sent in parts
 if the store is a :class:`MultipartStore`, and otherwise in one piece. Each operation makes one
@@ -77,7 +77,7 @@ def same_etag(one: str, other: str) -> bool:
     return bool(one) and one.lower() == other.lower()
 
 
-#: The form of the etag that most stores give an object of several parts.
+#: The form of the etag that most stores give an object that was sent in parts.
 OF_PARTS = re.compile(r"[0-9a-fA-F]{32}-\d+")
 
 

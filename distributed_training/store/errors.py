@@ -1,11 +1,11 @@
-"""The errors of an object store, distinguished by what to do about them.
+"""Define the errors of an object store, distinguished by what to do about them.
 
-Their texts are for the operator and never contain a key, a secret or a signed URL:
+Their texts are for the operator, and never contain a key, a secret or a signed URL:
 
     StoreError
-        TransientError          back off and try again
-            NotGrantedError     the same; the registry did not answer
-            OtherBytesError     the same; look elsewhere if it persists
+        TransientError          wait and try again
+            NotGrantedError     wait and try again; the registry did not answer
+            OtherBytesError     wait and try again; read another object if it persists
         CertificateError        check the certificate authorities, or the clock
         AccessDeniedError       check the keys
             ClockSkewError      set the clock
@@ -29,13 +29,13 @@ class StoreError(RuntimeError):
 
 
 class TransientError(StoreError):
-    """429, 5xx, a timeout, a dropped connection: back off and try again."""
+    """The store answered 429 or 5xx, or did not answer: wait and try again."""
 
     retryable = True
 
 
 class AccessDeniedError(StoreError):
-    """403: the keys are wrong or lack a permission; the text says which."""
+    """The store answered 403: the keys are wrong or lack a permission; the text says which."""
 
 
 class OtherBytesError(TransientError):
@@ -71,7 +71,7 @@ class UploadMissingError(StoreError):
 
 
 class PreconditionError(StoreError):
-    """412: the object changed between two requests, or it already exists."""
+    """The store answered 412: the object changed between two requests, or already exists."""
 
 
 class TakenError(PreconditionError):
@@ -79,7 +79,7 @@ class TakenError(PreconditionError):
 
 
 class UnsupportedError(StoreError):
-    """501: the store does not support the operation or one of its conditions."""
+    """The store answered 501: it does not support the operation or one of its conditions."""
 
 
 class IntegrityError(StoreError):

@@ -104,7 +104,7 @@ class AccessStore(S3ObjectStore):
         events.register("before-parameter-build.s3", self._choose_url)
         events.register("before-call.s3", _use_url)
 
-    # requests
+    # --- requests
 
     def _choose_url(self, params: Any, model: Any, context: Any, **_: Any) -> None:
         """Find the URL of a request before the request is built. Raises StoreError."""
@@ -191,7 +191,7 @@ class AccessStore(S3ObjectStore):
             )
         return super()._refused(verb, key, response)
 
-    # objects
+    # --- objects
 
     def head(self, key: str) -> ObjectInfo | None:
         if key.startswith(UPLOADS):  # our own upload, which nobody may read yet
