@@ -49,7 +49,7 @@ from distributed_training.network import (
 from distributed_training.network_place import read_network
 
 from .model import OPERATORS_FILE, TITLES, USUAL, Config, Kind, problems
-from .removed import RULES, is_removed
+from .removed import REFUSED, RENAMED, RULES, is_removed
 from .schema import Given, Schema, Setting, canonical, schema
 from .settings import AllSettings
 from .types import ConfigAway, ConfigError, NoNetworkNamed, hide_user, show
@@ -263,7 +263,7 @@ def read_argv(
     for word in argv:
         if word.startswith("--"):
             name, separate, text = word[2:].partition("=")
-            name = canonical(name)
+            name = RENAMED.get(canonical(name), canonical(name))
             word = f"--{name}{separate}{text}"
             at = name if known.get(name) is None and is_removed(name) else ""
             if at:
@@ -315,6 +315,7 @@ def _refuse_secret(name: str, known: Schema, why: str) -> None:
 def read_environment(environ: Mapping[str, str], known: Schema) -> dict[str, Given]:
     """Read the variables that belong to a setting; an empty one counts as not set."""
     names = {setting.env: setting.name for setting in known if setting.env}
+    names["DT_PRESET"] = "preset"  # its name in the previous edition
     return {name: Given(environ[env], env) for env, name in names.items() if environ.get(env)}
 
 
@@ -331,6 +332,7 @@ def read_dotenv(
     from dotenv.parser import parse_stream
 
     found: dict[str, str] = {}
+    places: dict[str, int] = {}
     # Expand no variables, since a "$" in a secret is just a "$".
     for binding in parse_stream(io.StringIO(_read_text(path, str(path)))):
         text = binding.original.string
@@ -342,12 +344,19 @@ def read_dotenv(
             name = found_name[1] if found_name else ""
             ours = name.upper().startswith(_OURS)
             what = f"{where}: {f'{name} ' if ours else ''}is not NAME=value on one line"
+            quoted = re.match(r"[^=\n]*=\s*(['\"])([^\n]*)", text)
+            if quoted and quoted[1] not in quoted[2]:
+                what = f"{where}: the value of {name if ours else 'a name'} begins with {quoted[1]}"
+                what += " and no second one closes it"
             if ours:
                 raise ConfigError(f"{what}, so nothing was started: correct it")
             warn(f"{what}, so it is ignored: correct that line, or remove it")
         elif binding.key is not None:
             assert binding.value is not None
-            found[binding.key] = binding.value
+            if binding.key in found:
+                both = f"{path}, lines {places[binding.key]} and {line}"
+                warn(f"{both}: {binding.key} is given twice, and the later one counts: remove one")
+            found[binding.key], places[binding.key] = binding.value, line
     return found
 
 
@@ -376,7 +385,7 @@ def read_toml(path: Path, known: Schema) -> dict[str, Given]:
         ) from None
     found = {}
     for name, value in _flatten(tree, ""):
-        name = canonical(name)
+        name = RENAMED.get(canonical(name), canonical(name))
         # Removed settings are handled later, together with those on the command line.
         if known.get(name) is not None or not is_removed(name):
             name = known.find(name).name
@@ -465,6 +474,13 @@ def load_config(
     # Do this after the merge, so that a removed flag given in several places counts once.
     removed = {n: given.pop(n) for n in list(given) if known.get(n) is None}
     rules = {key: removed.pop(name) for name, key in RULES.items() if name in removed}
+    _refuse(
+        [
+            f"{removed[name].source} is no longer a setting, so nothing was started: {remedy}"
+            for name, (same, remedy) in REFUSED.items()
+            if name in removed and _text(removed[name]).lower() not in same
+        ]
+    )
     warnings = []
     if removed:
         sources = ", ".join(sorted(entry.source for entry in removed.values()))
@@ -551,7 +567,7 @@ def _with_rules(
 def run_folder_of(argv: Sequence[str]) -> Path:
     """Return the run folder that a miner would use, even if other settings are wrong.
 
-    A TOML file that cannot be parsed is ignored. Raises nothing.
+    Up to ten lines of the TOML file that cannot be parsed are ignored. Raises nothing.
     """
     known, flags = schema("miner"), dict[str, str]()
     for word, following in zip(argv, [*argv[1:], ""], strict=False):
@@ -560,7 +576,7 @@ def run_folder_of(argv: Sequence[str]) -> Path:
             flags[canonical(name[2:])] = text if separate else following
     given, dotenv = dict[str, str](), dict[str, str]()
     with contextlib.suppress(ConfigError, ValueError):
-        tree = parse_toml(_read_text(Path(flags.get("config", OPERATORS_FILE)), "it"))
+        tree = _parse_sound_lines(_read_text(Path(flags.get("config", OPERATORS_FILE)), "it"))
         given = {canonical(name): _words(value) for name, value in _flatten(tree, "")}
     with contextlib.suppress(ConfigError):
         dotenv = read_dotenv(Path(".env"))
@@ -572,6 +588,22 @@ def run_folder_of(argv: Sequence[str]) -> Path:
         for each in ("neuron.name", "wallet.hotkey")
     )
     return Path(given.get("neuron.run_folder") or Path("runs") / f"{name}-{hotkey}")
+
+
+def _parse_sound_lines(text: str) -> dict[str, Any]:
+    """Return the tables of a TOML text, without up to ten lines that are not valid TOML.
+
+    Raises ValueError if there are more such lines.
+    """
+    lines = text.split("\n")
+    for _ in range(10):
+        try:
+            return parse_toml("\n".join(lines))
+        except ValueError as error:
+            # tomllib says "(at line 3, column 8)", or "(at end of document)".
+            place = re.search(r"\(at line (\d+), ", str(error))
+            del lines[int(place[1]) - 1 if place else -1]
+    return parse_toml("\n".join(lines))
 
 
 def at_published(config: Config) -> Config:

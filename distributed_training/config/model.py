@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import SecretStr
 
 from distributed_training.common.addresses import keeps_secrets, reach
 from distributed_training.network import Network
@@ -91,9 +97,15 @@ class Config(AllSettings):
         """The variables for the store's keys that this neuron needs."""
         if not self.has_bucket:
             return KEY_VARIABLES[3:] if self.kind == "validator" and not self.in_folder else ()
-        # A store that all peers know needs no account. A public chain's commitment still has one.
-        known_store = self.store.endpoint_url is not None and self.chain.kind != "bittensor"
-        return KEY_VARIABLES[1:] if known_store else KEY_VARIABLES
+        return KEY_VARIABLES[1:] if self.any_key else KEY_VARIABLES
+
+    @property
+    def any_key(self) -> bool:
+        """True if the store's keys may have any length, and no account is needed.
+
+        That is so if all peers know the store, and the commitment is not on a public chain.
+        """
+        return self.store.endpoint_url is not None and self.chain.kind != "bittensor"
 
     @property
     def tokenizer_revision(self) -> str | None:
@@ -184,14 +196,17 @@ class Config(AllSettings):
 # Each problem is one line: cause, consequence, remedy. These checks need neither network nor GPU;
 # ``health`` checks the machine.
 
-#: The variables of an operator's own bucket at R2.
-KEY_VARIABLES = (
-    "R2_ACCOUNT_ID",
-    "R2_READ_ACCESS_KEY_ID",
-    "R2_READ_SECRET_ACCESS_KEY",
-    "R2_WRITE_ACCESS_KEY_ID",
-    "R2_WRITE_SECRET_ACCESS_KEY",
-)
+# Fields of StoreSettings, and how many characters each has at R2. A commitment on a public chain
+# has no separators: validators drop a commitment whose parts are longer or shorter.
+_KEYS = {
+    "account_id": 32,
+    "read_access_key_id": 32,
+    "read_secret_access_key": 64,
+    "write_access_key_id": 32,
+    "write_secret_access_key": 64,
+}
+#: The variables that contain these values.
+KEY_VARIABLES = tuple(f"R2_{name.upper()}" for name in _KEYS)
 
 
 def problems(config: Config) -> list[str]:
@@ -225,11 +240,37 @@ def check_values(config: Config) -> Iterator[str]:
             f"{source} is empty, so the miner would begin again in {config.run_folder} without "
             "its checkpoints: name a folder, or remove this setting"
         )
-    if config.validator.export_command and not config.validator.export_every:
+    url, bucket = config.store.endpoint_url or "", config.store.global_model_name
+    name = urlsplit(url).path.rstrip("/").rpartition("/")[2]
+    if name == bucket or re.fullmatch(rf"{re.escape(bucket)}-\d{{3,}}", name):
+        yield (
+            f"--r2.endpoint_url {url} ends with a bucket's name, which is added later, so uploads "
+            f"would go where no validator looks: leave out /{name}"
+        )
+
+
+def check_exports(config: Config) -> Iterator[str]:
+    command = config.validator.export_command
+    if not command:
+        return
+    if not config.validator.export_every:
         yield (
             "--validator.export_command is given but --validator.export_every is 0, so it would "
             "never run: set --validator.export_every 10"
         )
+    try:
+        program = (shlex.split(command) or [""])[0]
+    except ValueError as error:
+        yield (
+            f"--validator.export_command cannot be split into words ({error}), so it could not be "
+            "run: close its quotation marks"
+        )
+    else:
+        if shutil.which(program) is None:
+            yield (
+                f"--validator.export_command names {program!r:.100}, which is not a program here, "
+                "so it could not be run: give the full path, and chmod +x"
+            )
 
 
 def check_own_text(config: Config) -> Iterator[str]:
@@ -333,15 +374,40 @@ def check_keys(config: Config) -> Iterator[str]:
     wanted = "one to read and write"
     if not config.has_bucket:
         where, wanted = "a key of the store", "write and delete"
-    absent = [
-        variable
-        for variable in config.key_variables
-        if not getattr(config.store, variable.removeprefix("R2_").lower())
-    ]
-    if absent:
+    keys = {}
+    for variable in config.key_variables:
+        value = getattr(config.store, variable.removeprefix("R2_").lower())
+        keys[variable] = value.get_secret_value() if isinstance(value, SecretStr) else value or ""
+    # Report only the missing keys, since they cannot be compared.
+    if missing := [variable for variable, text in keys.items() if not text]:
         yield (
-            f"{', '.join(absent)} not set, so nothing could be uploaded: put them into .env "
+            f"{', '.join(missing)} not set, so nothing could be uploaded: put them into .env "
             f"({where} to read, {wanted})"
+        )
+        return
+    if not config.has_bucket:
+        return  # no key is published
+    for part in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+        if "" != keys[f"R2_READ_{part}"] == keys[f"R2_WRITE_{part}"]:
+            yield (
+                f"R2_READ_{part} and R2_WRITE_{part} are equal, and the read key is published on "
+                "the chain for ever, so anybody could overwrite this bucket: create a second token "
+                "that can only read (at R2: dashboard, Manage API tokens) and put it into .env"
+            )
+    if config.any_key:
+        return
+    for variable, text in keys.items():
+        published, length = "_WRITE_" not in variable, _KEYS[variable.removeprefix("R2_").lower()]
+        if not text or len(text) == length or (own_store and not published):
+            continue
+        consequence = "the store would refuse every upload"
+        if published:
+            consequence = "validators would drop this miner's commitment"
+        remedy = "copy it again from the R2 dashboard into .env"
+        if own_store:
+            remedy = "a public chain needs a store whose keys are as long as R2's"
+        yield (
+            f"{variable} has {len(text)} characters instead of {length}, so {consequence}: {remedy}"
         )
 
 
@@ -351,6 +417,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_values,
     check_own_text,
     check_schedule,
+    check_exports,
     check_addresses,
     check_keys,
 )

@@ -368,6 +368,11 @@ def _check_endpoint(text: str) -> str:
         raise ValueError(
             f"only the endpoint: leave out {rest!r:.100}, the bucket's name is added later"
         )
+    if host.endswith(".r2.dev"):
+        raise ValueError(
+            "an S3 endpoint but the place where browsers read a bucket: give "
+            "https://<account id>.r2.cloudflarestorage.com"
+        )
     return text
 
 

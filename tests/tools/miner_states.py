@@ -99,7 +99,7 @@ def facts_of(state: str, now: float) -> Facts:
     return replace(facts, **changed.get(state, {}))
 
 
-_SETTING = "--nproc_per_node: 'many' is not a number, so nothing was started: give 1 to 1024"
+_SETTING = "--neuron.nproc_per_node: 'many' is not a number, so nothing was started: give 1 to 1024"
 
 
 def disk_at(now: float, needed: float) -> Fact[Disk]:

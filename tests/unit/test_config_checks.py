@@ -56,7 +56,33 @@ def test_a_missing_key_is_named(missing: str) -> None:
         load_config("miner", [], environ=environ, dotenv=None)
 
 
+@pytest.mark.parametrize(
+    ("kind", "length", "consequence"),
+    [("READ", 11, "drop this miner's commitment"), ("WRITE", 63, "refuse every upload")],
+)
+def test_keys_of_the_wrong_length_are_found_without_being_shown(
+    kind: str, length: int, consequence: str
+) -> None:
+    key = {f"R2_{kind}_SECRET_ACCESS_KEY": "f" * length}
+    (line,) = problems(config(**key))
+    assert f"R2_{kind}_SECRET_ACCESS_KEY has {length} characters instead of 64" in line
+    assert consequence in line and "f" * length not in line
+    assert problems(config("--network", "local", **key)) == []
+
+
+@pytest.mark.parametrize("part", ["ACCESS_KEY_ID", "SECRET_ACCESS_KEY"])
+def test_a_read_key_that_is_the_write_key_is_refused(part: str) -> None:
+    same = KEYS[f"R2_WRITE_{part}"]
+    (line,) = problems(config(**{f"R2_READ_{part}": same}))
+    assert f"R2_READ_{part} and R2_WRITE_{part} are equal" in line and "for ever" in line
+    assert same not in line
+
+
 def test_several_problems_are_counted() -> None:
     with pytest.raises(ConfigError, match="and 1 more"):
-        argv = ["--nproc_per_node", "0", "--dht.port", "x"]
+        argv = ["--neuron.run_folder", "", "--data.source", "parquet:~nobody-x/a"]
         load_config("miner", argv, environ=KEYS, dotenv=None)
+    with pytest.raises(ConfigError, match="and 1 more"):
+        load_config(
+            "miner", ["--nproc_per_node", "0", "--dht.port", "x"], environ=KEYS, dotenv=None
+        )

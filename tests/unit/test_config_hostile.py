@@ -136,7 +136,7 @@ def test_any_variable_with_any_text(setting: Setting, text: str) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(content=st.one_of(st.binary(max_size=200), st.text(max_size=100).map(str.encode)))
-@example(content=b"=\nexport\n'\n\"\nDT_NETWORK='")
+@example(content=b"=\nexport\n'\n\"\nDT_PRESET='")
 def test_any_bytes_in_the_files(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)

@@ -158,7 +158,7 @@ def test_a_start_prints_given_settings_and_keeps_all(tmp_path: Path) -> None:
 
 FORMS = """
 N=V|N='V'|N="V"| N = V |export N=V|N=V # comment|N="V" # comment|N=V\r|N: V|set N=V|N|N V|{"N": "V"}
-N="V|N='V|N=“V”|N=‘V’|N=V |N=\u200bV|n=V|$env:N="V"|N=V;N=V|-N=V|N+=V|N=;V
+N="V|N='V|N=“V”|N=‘V’|N=V |N=\u200bV|n=V|$env:N="V"|N=V;N=old|N=V;N=V|-N=V|N+=V|N=;V
 """
 
 
@@ -193,6 +193,23 @@ def test_a_key_in_a_dotenv_is_read_or_named(tmp_path: Path) -> None:
             assert config.store.account_id == "c" * 32
         assert not any(value in line or value[:20] in line for line in said)
     assert 20 < read < 110
+
+
+def test_a_key_given_twice_or_a_quote_left_open_is_named_with_its_lines(tmp_path: Path) -> None:
+    dotenv = tmp_path / ".env"
+    dotenv.write_text("BT_WALLET_NAME=a\n\nBT_WALLET_HOTKEY=h\nBT_WALLET_NAME=b\n")
+    dotenv.chmod(0o600)
+    config = load(dotenv=dotenv)
+    twice = f"{dotenv}, lines 1 and 4: BT_WALLET_NAME is given twice, and the later one counts"
+    assert config.get("wallet.name") == "b" and [w for w in config.warnings if twice in w]
+    for quote in "'\"":
+        secret = "c" * 32
+        dotenv.write_text(f"R2_ACCOUNT_ID={quote}{secret}\nBT_WALLET_NAME=b\n")
+        with pytest.raises(ConfigError) as refusal:
+            load(dotenv=dotenv)
+        line = str(refusal.value)
+        assert f"line 1: the value of R2_ACCOUNT_ID begins with {quote}" in line
+        assert "no second one closes it" in line and secret not in line
 
 
 def test_a_dotenv_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
@@ -231,6 +248,9 @@ def test_the_user_part_of_a_url_is_never_shown() -> None:
         ("http://a.example:9000/#f", "leave out '/#f'"),
         ("https://a.eu.r2.cloudflarestorage.com/some/path", "leave out '/some/path'"),
         ("https://a.example/storage/v1/s3?x=1", r"leave out '/storage/v1/s3\?x=1'"),
+        ("https://a.example/storage/v1/s3/local/", "leave out /local$"),
+        ("https://a.example/storage/v1/s3/local-007", "leave out /local-007$"),
+        ("https://pub-12ab.r2.dev", "cloudflarestorage.com"),
         ("https://a.r2.cloudflarestorage.com", ""),
         ("https://project.supabase.co/storage/v1/s3", ""),
         ("https://gateway.example/s3/", ""),

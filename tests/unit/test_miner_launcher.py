@@ -137,6 +137,8 @@ def run_folder(argv: list[str]) -> Path:
     [
         (["--neuron.run-folder=fast/run"], 'run_folder = "other"', {}, "fast/run"),
         ([], "neuron.run_folder = 'fast/run'\ndht.prot = 7", {}, "fast/run"),
+        ([], "neuron.run_folder = 'fast/run'\n[oops", {}, "fast/run"),
+        ([], "[neuron]\nname = \nrun_folder = 'fast/run'", {}, "fast/run"),
         ([], "", {"DT_RUN_FOLDER": "fast/run"}, "fast/run"),
         (["--neuron.name", "one"], "", {"BT_WALLET_HOTKEY": "hot"}, "runs/one-hot"),
         ([], "", {}, "runs/miner-default"),
@@ -159,7 +161,7 @@ def test_a_first_start_that_is_refused_is_recorded_where_it_would_have_run(
     for other in ("runs/a", "runs/b"):
         Path(other).mkdir(parents=True)
         LauncherFile(Path(other)).stopped("signal SIGINT")
-    assert launch([*words, "--nproc_per_node", "many"]) == 2
+    assert launch([*words, "--neuron.nproc_per_node", "many"]) == 2
     found = judge(observe(Path(place), time.time()), time.time())
     assert found.verdict is Verdict.CANNOT_START and found.bad, found
     assert found.cause in capsys.readouterr().err and found.remedy.endswith("app.config.js")
@@ -171,7 +173,7 @@ def test_nothing_is_made_where_no_miner_was_to_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert launch(["--nproc_per_node", "many"]) == 2
+    assert launch(["--neuron.nproc_per_node", "many"]) == 2
     assert not any(tmp_path.iterdir())
 
 

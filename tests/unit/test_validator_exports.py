@@ -205,6 +205,8 @@ def test_a_full_disk_costs_a_line_and_old_exports_go(
     ("flags", "words"),
     [
         (["--validator.export_command", "true"], "--validator.export_every is 0"),
+        (["--validator.export_every", "2", "--validator.export_command", "'a"], "quotation"),
+        (["--validator.export_every", "2", "--validator.export_command", "/no/such"], "full path"),
         (["--validator.export_every", "2", "--validator.export_command", "true -x"], ""),
     ],
 )
