@@ -40,7 +40,7 @@ class OlderStateError(StateUnavailable):
 
 
 class ChainCopy:
-    """The chain as far as this member has seen it, in ``folder``. Its methods raise StoreError.
+    """Keeps the chain as far as this member has seen it, in ``folder``. Methods raise StoreError.
 
     ``forked``: a line about two valid manifests of one outer step, until a recovery settles it;
     otherwise empty.

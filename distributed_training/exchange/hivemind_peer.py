@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 LONGEST = 10.0  # multiple of an upload's usual norm: a part with a larger norm is refused
 _MEET = 10.0  # seconds for connecting to all members
-_LAST_WORD = 5.0  # seconds that a follower has to hear that its group begins
+_LAST_WORD = 5.0  # seconds that a follower has to receive the message that its group begins
 _WITNESS = 1e-6  # weight of the validator, which sends zeros
 _START = 60  # seconds that the DHT and the averager have to start
 _FAILURES = 2  # consecutive failures after which all processes end, and the parent restarts them
@@ -156,14 +156,14 @@ class Reducer(TensorPartReducer):
 
 
 class Discarded(TensorPartContainer):
-    """Keeps no results: a member discards them, and they may be as large as the model."""
+    """Keeps no results, since a member discards them and they may be as large as the model."""
 
     def register_processed_part(self, peer_index: int, part_index: int, part: Tensor) -> None:
         super().register_processed_part(peer_index, part_index, torch.zeros(1).expand(part.shape))
 
 
 class Runner(AllReduceRunner):
-    """hivemind's all-reduce with our reducer; ``sizes``: how many values each peer reduces."""
+    """hivemind's all-reduce with our reducer. ``sizes``: how many values each peer reduces."""
 
     def __init__(self, *, limit: float, keeps: bool, **given: Any) -> None:
         super().__init__(**given)
@@ -182,7 +182,7 @@ class Runner(AllReduceRunner):
 
 
 class Averager(DecentralizedAverager):
-    """hivemind's averager among members."""
+    """hivemind's averager, which averages with members only."""
 
     runner_class = Runner
     _order: Order  # the order that is being carried out
@@ -356,10 +356,10 @@ class Peer:
 
 
 def _own_the_log() -> None:
-    """Send hivemind's log lines where ours go: its own handler writes stacks, and masks nothing."""
+    """Send hivemind's log lines where ours go, since its own handler masks no secret."""
     if os.environ.get("HIVEMIND_LOGLEVEL") != "DEBUG":  # for debugging, keep the stacks
         use_hivemind_log_handler("nowhere")
-        # It logs each failed average as an error, but our answer already says why it failed.
+        # hivemind logs each failed average as an error, but our answer already says why it failed.
         logging.getLogger(averager.__name__).setLevel(logging.CRITICAL)
     log.setLevel(logging.INFO)
 

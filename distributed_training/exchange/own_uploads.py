@@ -1,4 +1,4 @@
-"""Send this member's upload for a close, once: one close never gets two different files.
+"""Send this member's upload for a close once, so that one close never gets two different files.
 
 A note with the file's digest is written to the disk before the first byte of the file is sent. So a
 restarted process knows which file was sent, or may have been sent, and sends that file or none.
@@ -41,7 +41,7 @@ _NAME = re.compile(r"(\d{1,15})\.(\d{1,15})\.json")
 
 
 class _AnotherFile(StoreError):
-    """The file is not the one whose sending was begun for this close."""
+    """The sending of another file has already begun for this close."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Fate(NamedTuple):
 
 
 class OwnUploads:
-    """Our uploads, as files in ``folder``, with a note next to each whose sending was begun."""
+    """Sends our uploads, which are files in ``folder``, and keeps a note next to each of them."""
 
     def __init__(self, store: ObjectStore, folder: Path, uid: int) -> None:
         self._store = store

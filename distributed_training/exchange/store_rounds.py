@@ -60,7 +60,7 @@ from .own_uploads import Fate, OwnUploads, forget_files
 log = logging.getLogger(__name__)
 
 _INTERVAL = 30.0  # seconds between two reads of the state
-_SOON = 5.0  # the same after a close, until its update exists
+_SOON = 5.0  # seconds between two reads after a close, until its update exists
 _SOON_FOR = 600.0  # seconds after the grace; for a later update _INTERVAL is enough
 _CLOCK_OFF = 2.0  # seconds by which our clock may differ from the store's without a warning
 # first and longest pause after a failed fetch
@@ -344,7 +344,7 @@ class StoreRounds:
         return self._chain.state(info, self.now())
 
     def _send_due(self) -> None:
-        """Begin a sending that is due or was cut off by a kill; stop one whose close is over."""
+        """Begin to send an upload that is due or was cut off by a kill; stop a void one."""
         if (close := self.next_close) is None:
             return
         if self._sending is not None:

@@ -1,4 +1,4 @@
-"""The miner as a program: train, upload and average until a stop.
+"""Run the miner as a program: train, upload and average until it is stopped.
 
     python -m distributed_training.miner --wallet.name W --wallet.hotkey H --nproc_per_node 4 ...
     python -m distributed_training.miner config ... show every setting and where it comes from
@@ -47,7 +47,7 @@ _OF_PLATFORMS = {
 def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
     """Run the launcher, or one rank if torchrun has set its variables. Return the exit status.
 
-    The configuration is read only in this module: the launcher passes it on to its ranks.
+    Only this module reads the configuration, and the launcher passes it on to its ranks.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -94,7 +94,7 @@ def forget_platform(config: Config) -> Config:
 def load_settings(argv: Sequence[str]) -> Config:
     """Return the configuration. Raises ConfigError, after recording it in the run folder.
 
-    Otherwise the dashboard and dt-status would still say why the miner stopped the last time.
+    Without that record, the dashboard and dt-status would show why the miner stopped last time.
     """
     try:
         return load_config("miner", argv, file=OPERATORS_FILE)
@@ -114,7 +114,7 @@ def load_settings(argv: Sequence[str]) -> Config:
 def check(argv: Sequence[str]) -> int:
     """Check the settings before torchrun starts. Return the exit status.
 
-    If nothing is wrong, print how many seconds a stop may take: torchrun must wait that long.
+    If nothing is wrong, print how many seconds a stop may take, since torchrun must wait that long.
     torchrun exits with status 1 whatever ended its ranks, so pm2 and Slurm would restart it again
     and again. So if the last ranks here exited with a final status (2 or above), return it, but
     only once: whoever starts the miner after that has fixed the cause. Raises ConfigError.
@@ -144,7 +144,7 @@ def set_rank_environment() -> None:
 
     from distributed_training.miner.rank_group import rank_environment_defaults
 
-    with contextlib.suppress(OSError):  # torchrun has just resolved the same name
+    with contextlib.suppress(OSError):  # unlikely, since torchrun has just resolved the same name
         found = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(found[0], found[1]) as route:
             route.connect(found[4])  # sends nothing

@@ -103,7 +103,7 @@ class RankContext:
     ranks: RankChannel
     events: queue.SimpleQueue[ev.Event]  # read only on rank 0
     stack: ExitStack  # closes everything that was opened
-    # True in a script's process: nothing here may end that process or change its log.
+    # True in a script's process, where nothing may end that process or change its log.
     guest: bool = False
 
 
@@ -312,7 +312,7 @@ def share_start(
         try:
             connections, info = opened()
         except BaseException as error:
-            # The other ranks wait for this message; without it only a SIGKILL would end them.
+            # The other ranks wait for this message, and without it only a SIGKILL would end them.
             with suppress(RuntimeError):  # if they are gone, that must not hide the reason
                 ranks.share("start", {"problem": str(error) or type(error).__name__})
             raise
@@ -343,7 +343,7 @@ def first_weights(
             return found.outer_step, found.path.parent, found.inner_steps
         except (StoreError, OSError) as error:
             if due(str(error)):
-                # An empty bucket is no reason to warn, unless it stays empty.
+                # Warn about an empty bucket only if it stays empty.
                 early = time.monotonic() - began < _START_EXPECTED
                 log.log(
                     logging.INFO if early else logging.WARNING,
@@ -357,7 +357,7 @@ def first_weights(
 
 
 class RankZero:
-    """Rank 0's own part of a miner. Its attributes are built in the order shown."""
+    """Rank 0's own part of a miner: the blocks, the controller and the subscribers."""
 
     def __init__(
         self,
@@ -506,7 +506,7 @@ class RankZero:
 
 
 def expects_gpu(config: Config, device: torch.device) -> bool:
-    """Return whether a GPU is used or should be: then steps without GPU memory are a fault."""
+    """Return whether a GPU is or should be used, so that steps without GPU memory are a fault."""
     return device.type == "cuda" or (config.miner.device != "cpu" and visible_gpu_count() > 0)
 
 

@@ -1,4 +1,4 @@
-"""The miner's vocabulary: events, the commands that follow, and the state of rank 0.
+"""Define the miner's events, the commands that follow from them, and the state of rank 0.
 
 An *event* is anything that happened: the result of a command, a close, an update that is ready. It
 leads to *actions*, which all ranks receive as a *command* at a micro-batch boundary, to *tasks*,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Action(enum.IntEnum):
-    """What every rank does next."""
+    """The action that every rank carries out next."""
 
     TRAIN = 0  # train on one micro-batch
     IDLE = 1  # do nothing while rank 0 waits for something
@@ -40,7 +40,7 @@ class Action(enum.IntEnum):
 
 
 class Send(NamedTuple):
-    """A task for the exchange: send the upload for ``close``; serial 0: a progress upload."""
+    """A task for the exchange: send the upload for ``close``, or progress if its serial is 0."""
 
     close: Close
 
@@ -164,7 +164,7 @@ class Stopped(Event):
 
 @dataclass(frozen=True)
 class Tick(Event):
-    """A tick about once a second, at which deadlines are checked."""
+    """A second or so has passed, so deadlines are checked."""
 
     at: float  # seconds of the steady clock
 
@@ -216,7 +216,7 @@ class Upload:
     handle: UploadHandle | None = None  # handle of its file; None until the ranks begin to write it
     # Returns whether the checkpoint of its boundary is saved; None if it has not begun.
     saved: Callable[[], bool | None] | None = None
-    over: bool = False  # whether the grace of its close has ended
+    over: bool = False  # whether the grace of the upload's close has ended
 
     @property
     def close(self) -> Close:

@@ -1,4 +1,4 @@
-"""Sit between pm2 and the ranks: check, start, forward a stop, leave nothing behind.
+"""Start a miner's ranks, restart them if they fail, forward a stop, and clean up after them.
 
     launch(config)
       trouble outside (disk, port, store, chain)     -> a log line, a new try after a growing pause
@@ -85,7 +85,7 @@ log = logging.getLogger(__name__)
 
 #: Time from SIGTERM to SIGKILL, and then for the kernel to finish. pm2's kill_timeout covers both.
 TERMINATE_GRACE = timedelta(seconds=5)
-#: Time that the other ranks get to end after rank 0: by then they hang in an endless collective.
+#: Time that the other ranks have to end after rank 0. After that they hang in a collective.
 LINGER = timedelta(seconds=15)
 #: Consecutive restarts before giving up; ranks that ran for STEADY count as healthy again.
 RESTARTS = 5
@@ -127,7 +127,7 @@ def launch(config: Config, *, program: str = PROGRAM) -> ExitStatus:
     with contextlib.ExitStack() as stack:
         if (url := telemetry.notify_url) is not None:
             stack.enter_context(Notifier(config.run_folder, config.miner.name, url, file))
-        # Check this only once: no disk or network that comes back makes the model fit.
+        # Check this only once, because no disk or network that comes back makes the model fit.
         try:
             refuse_unknown_kinds(config)
             refuse_model(config, ranks=ranks_of(config))
@@ -137,7 +137,7 @@ def launch(config: Config, *, program: str = PROGRAM) -> ExitStatus:
         start_log(config)
         log_settings(config)
         limit_resources()
-        # Open the dashboard before the part that is retried: it shows why a start is refused.
+        # Open the dashboard before the part that is retried, since it shows why a start fails.
         with StopSignals() as signals, dashboard(config, config.run_folder.absolute()):
             outages, status = Outages(config.run_folder, signals.stop, file), ExitStatus.FAULT
             try:
@@ -204,7 +204,7 @@ class Outages:
     def report(self) -> None:
         """Write the number of tries for the alert, replacing an earlier launcher's number."""
         if not self._folder.is_dir():
-            return  # the mount is missing: create nothing in its place
+            return  # the mount is missing, so create nothing in its place
         self._metrics.set("starts_refused_in_a_row", self._backoff.failures)
         with contextlib.suppress(OSError):
             write_bytes(self._folder / METRICS_FILE, self._metrics.text().encode(), durable=False)
@@ -316,7 +316,8 @@ class _Supervisor:
     ) -> None:
         self._config, self._settings, self._program = config, config.miner, program
         self._folder, self._signals, self._outages = folder, signals, outages
-        self._entered: dict[Phase, float] = {}  # phases since the ranks were started -> begin
+        # Phase entered since the ranks were started -> when it began.
+        self._entered: dict[Phase, float] = {}
         self._failures: list[str] = []  # how the ranks ended that this launcher did not end
         self._looks = Throttle(_LOOK)
         self._warned = False  # whether the log has said that a stop takes longer than the setting
@@ -362,7 +363,7 @@ class _Supervisor:
                         return ExitStatus.STOPPED
                     continue
                 if again and (steady or not again_before):
-                    continue  # with another version of the network's file
+                    continue  # start again with another version of the network's file
                 # A second AGAIN soon after counts as a failure, so that a start that cannot adopt
                 # the version does not loop without end.
                 if ending.status is not ExitStatus.FAULT and not again:
@@ -417,8 +418,8 @@ class _Supervisor:
             return Ending(ExitStatus.FAULT)
         written, stopping = self._written, self._is(Phase.STOPPING)
         if written is None:
-            # Rank 0 had not started yet, or the disk was too full for the file, and then all ranks
-            # may have ended as they should.
+            # If rank 0 had not started yet, or if the disk was too full for the file, the ranks may
+            # have ended in order.
             if stopping and not forced and not (self._listening and self._group.endings):
                 return Ending(ExitStatus.STOPPED)
             if stopping:
@@ -516,7 +517,7 @@ class _Supervisor:
 
     def _report_failures(self) -> None:
         """Report failed ranks once per start, before this launcher ends any rank."""
-        # Later endings are this launcher's own doing.
+        # This launcher itself causes any later endings.
         if self._failures:
             return
         # If rank 0 has written its reason to the file, that is reported instead.
@@ -526,7 +527,7 @@ class _Supervisor:
             log.warning("%s", line[0].upper() + line[1:])
 
     def _check_stop_time(self) -> None:
-        """Warn once if whoever stops this process may not wait as long as a stop takes."""
+        """Warn once if a stop may take longer than --neuron.stop_timeout allows."""
         if self._warned or not self._looks():
             return
         asked = self._settings.stop_timeout.total_seconds()

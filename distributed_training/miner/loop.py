@@ -1,4 +1,4 @@
-"""The loop every rank runs: take the boundary's command, carry it out, report its result.
+"""Run the loop of every rank: take the boundary's command, carry it out, report its result.
 
 One iteration is one micro-batch boundary. All ranks build the loop in the same way, but only rank 0
 has the controller: one queue of events in, one command per boundary out. The loop does not depend
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 #: Called with each event and the state before the event is decided on.
 Subscriber = Callable[[ev.Event, MinerState], None]
 
-#: How long a boundary waits for an event when there is nothing to do: meanwhile the other ranks
+#: How long a boundary waits for an event when there is nothing to do. Meanwhile the other ranks
 #: wait in the broadcast.
 IDLE_WAIT = 0.2  # seconds
 TICK = 1.0  # seconds between two ticks
@@ -89,7 +89,7 @@ class Controller:
         self._subscribers: list[Subscriber] = [blocks.on_event]
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Call it with every event from now on, after the earlier subscribers."""
+        """Call ``subscriber`` with every event from now on, after the earlier subscribers."""
         self._subscribers.append(subscriber)
 
     def post(self, event: ev.Event) -> None:
@@ -134,7 +134,7 @@ class Controller:
             case Action.OUTER_STEP if state.update is not None:
                 command = replace(command, local=LocalPart(update=state.update))
             case Action.WRITE_UPLOAD | Action.OUTER_STEP:
-                command = Command(Action.IDLE)  # a roll-back came in between
+                command = Command(Action.IDLE)  # a roll-back has made it void
             case Action.CHECKPOINT | Action.STOP as action:
                 kept = {"rank_zero": {"blocks": blocks.state_dict()}}
                 local = LocalPart(kept=kept)
@@ -240,7 +240,7 @@ class Garbage:
 
 
 class RankLoop(ABC):
-    """One rank's boundaries, whether the miner or a script trains between them.
+    """Carries out one rank's boundaries. The miner or a script trains between them.
 
     ``data``: None if a script brings its own data. ``round_rank`` carries out this rank's part of a
     round. ``controller`` is None on all ranks but 0. ``alive``: called at each boundary.

@@ -1,4 +1,4 @@
-"""Join the network, and follow what chain and bucket say about it, its file and this miner."""
+"""Join the network, and follow what the chain and the bucket say about it and about this miner."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KEEP_AGAIN = 60.0  # seconds between two writes of the chain's state
 
 
 def read_version(reader: BucketReader, number: int) -> str | None:
-    """Return one version of the network's file; None if the bucket lacks it or cannot be read."""
+    """Return a version of the network's file, or None if the bucket lacks it or cannot be read."""
     try:
         return reader.version(number)
     except (StoreError, OSError) as error:
@@ -135,7 +135,7 @@ def follow_registration(
 
 
 def join_network(config: Config, folder: Path, stack: ExitStack) -> Member:
-    """Join the subnet with :func:`join_subnet`; if there is no uid, the metrics file says so."""
+    """Join the subnet with :func:`join_subnet`; without a uid, say so in the metrics file."""
     try:
         return join_subnet(config, stack, folder=folder)
     except NotRegistered:

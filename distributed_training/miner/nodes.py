@@ -55,7 +55,7 @@ def open_tcp_store() -> dist.Store:
 
 
 class Nodes:
-    """One rank's part in a miner on several machines.
+    """Carries out one rank's part in a miner on several machines.
 
     ``store``: a connection that only this object uses, since a missing answer must not hold up
     anything else. ``stop_wanted``: returns whether this process was asked to stop. ``hangs``:

@@ -113,7 +113,8 @@ class RankGroup:
                 )
                 self._ranks.append(process)
                 self._sockets.append(socket)
-                with contextlib.suppress(OSError):  # the rank has ended, and its status tells why
+                # The rank has ended, and its exit status says why.
+                with contextlib.suppress(OSError):
                     socket.send((self._config, secrets))
         finally:
             os.close(store)
@@ -128,7 +129,7 @@ class RankGroup:
 
     @property
     def endings(self) -> list[str]:
-        """A line for each rank that failed."""
+        """Lines that say how each failed rank has ended."""
         found = []
         for number, rank in enumerate(self._ranks):
             if status := rank.poll():

@@ -1,4 +1,4 @@
-"""Send rank 0's decision to all ranks: one small broadcast per micro-batch boundary.
+"""Send rank 0's decision to all ranks, with one small broadcast per micro-batch boundary.
 
 The broadcast is an int64 vector of fixed length, so a boundary costs one gloo broadcast of 64
 bytes, whatever the command. Anything other than integers (a file, a close) stays on rank 0
@@ -25,7 +25,7 @@ _SHARE_POLL = 0.1  # seconds between two checks for a shared value
 
 
 class RankChannel:
-    """The ranks' side channel: for commands, votes, and which data is ready.
+    """Carries commands, votes, and news about which data is ready between the ranks.
 
     ``group`` is a gloo group over all ranks (its timeout covers the longest time that rank 0 may
     take between two boundaries); ``store`` is the process group's key-value store. With one rank

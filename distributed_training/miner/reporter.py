@@ -129,7 +129,7 @@ class Reporter:
                 log.info("%s", lines.UPLOAD_MODEL_START)
                 log.info(lines.UPLOADING, self._bucket)
             case ev.UploadEnded(close=close, cause=problem):
-                # Only inform about progress: whatever prevents it causes a warning at the close.
+                # Whatever prevents a progress upload also causes a warning at the close.
                 level = logging.WARNING if close.serial else logging.INFO
                 if problem:
                     log.log(level, lines.UPLOAD_FAILED, problem)
@@ -147,7 +147,8 @@ class Reporter:
                 )
             case ev.OuterStepEnded() if state.update is not None:
                 self._report_round(event, state, state.update)
-            case ev.NetworkDiffers(cause=cause, forked=True):  # empty cause: a recovery settled it
+            # If the cause is empty, a recovery has settled it.
+            case ev.NetworkDiffers(cause=cause, forked=True):
                 self._record("fork", cause=cause)
             case ev.Stopped(exit_status=status):
                 self._record("stop", reason=state.stop_reason, exit_status=status)
@@ -282,7 +283,7 @@ class Metrics:
                 # A skipped step counts too: the alert on this metric is for a loop that stopped.
                 registry.set("last_step_timestamp_seconds", time.time())
                 self._file.write(self._gather_figures)
-            case ev.Tick():  # comes even while no step ends, as in a round or without data
+            case ev.Tick():  # ticks come even while no step ends, as during a round or without data
                 self._file.write(self._gather_figures)
             case ev.OuterStepEnded(committed=ok, outer_step=reached) if (
                 state.update is not None and self._joined()

@@ -167,7 +167,7 @@ def _count_step(state: MinerState, done: ev.InnerStepDone, rules: Rules) -> Deci
 
 
 def _answer_close(state: MinerState, rules: Rules, at: float | None = None) -> Decision:
-    """Order the upload for the close that was reached, once there are enough inner steps.
+    """Order the upload for the close that has come, once there are enough inner steps.
 
     ``at``: seconds of the steady clock; with None, the end of the grace is not checked.
     """
@@ -190,7 +190,7 @@ def _answer_close(state: MinerState, rules: Rules, at: float | None = None) -> D
 
 
 def _drop_progress(state: MinerState) -> MinerState:
-    """Return the state without unsent progress: the upload for a close contains as much."""
+    """Return the state without an unsent progress upload: the one for a close contains as much."""
     written = state.progress is not None and state.progress.stage is Stage.WRITING
     return replace(state, progress=None) if written else state
 
@@ -230,7 +230,7 @@ def _end_outer_step(state: MinerState, event: ev.OuterStepEnded) -> Decision:
             update_failures=0,
         )
         return after, (Action.FOLLOW_SCHEDULE, Applied(event.outer_step))
-    # A rank ran out of memory, or its weights differ from the network's, so request it again.
+    # A rank ran out of memory, or its weights differ from the network's: request the update again.
     failures = state.update_failures + 1
     wait = doubling(failures, first=_AGAIN, longest=_AGAIN_LONGEST)
     after = replace(
@@ -244,7 +244,7 @@ def _end_outer_step(state: MinerState, event: ev.OuterStepEnded) -> Decision:
 
 
 class RoundRank:
-    """One rank's part of rounds and uploads.
+    """Carries out one rank's part of rounds and uploads.
 
     ``uploads``: the folder for uploads. ``header``: the header of each upload, without its close
     and pages. ``sign``: signs with the miner's hotkey. All three are None on all ranks but 0.
@@ -272,7 +272,7 @@ class RoundRank:
             self._header = replace(self._header, codec=codec)
 
     def give_up(self) -> None:
-        """Stop writing an upload that is in progress: its buffers are needed."""
+        """Stop writing an upload that is in progress, because its buffers are needed."""
         if self._handle is not None:
             self._handle.cancel()
 

@@ -1,4 +1,4 @@
-"""Files in the run folder through which the launcher and the ranks exchange state.
+"""Write and read the files of the run folder by which the launcher and the ranks exchange state.
 
     instance.json       the running (or last) launcher, and the number of GPUs that it saw
     pids/rank-R.json    the process of each rank, once it handles signals
@@ -36,7 +36,7 @@ from distributed_training.common.files import read_state, write_state
 from distributed_training.common.processes import ProcessId
 from distributed_training.protocol.types import ExitStatus
 
-#: Seconds that a stop takes without its checkpoint: for the micro-batch, the peers and the uploads.
+#: Seconds that a stop takes in addition to its checkpoint: micro-batch, peers and uploads.
 STOP_SLACK = 20.0
 
 RANK_STORE = "DT_RANK_STORE"  # environment variable: the file by which one machine's ranks meet
@@ -64,7 +64,7 @@ class _Instance(ProcessId):
 
 
 def launcher_of(run_folder: Path) -> _Instance | None:
-    """Return the launcher that is running there, or ran last."""
+    """Return the launcher that is running in ``run_folder``, or that ran there last."""
     return read_state(
         run_folder / "instance.json", _Instance, lost="a late driver may lead to a start on the CPU"
     )
