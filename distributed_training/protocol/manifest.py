@@ -298,6 +298,15 @@ class Manifest(_Signed):
         """True if the update was computed from the members' all-reduce."""
         return self.averaging is not None and self.averaging.source == "average"
 
+    @property
+    def carried_over(self) -> frozenset[int]:
+        """Uids of the accepted uploads that the update leaves out: their members carry them over.
+
+        After an average there are none: an upload with the factor 0 is in the average as well.
+        """
+        left_out = (each.uid for each in self.merged if not each.factor)
+        return frozenset() if self.averaged else frozenset(left_out)
+
     def __post_init__(self) -> None:
         uids = [each.uid for each in self.merged]
         if uids != sorted({*uids}):

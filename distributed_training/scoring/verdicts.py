@@ -146,9 +146,10 @@ def verdicts(
     manifest: Manifest, *, uids: Sequence[int] | None = None, hotkey: str | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yield what a manifest says about each upload of these uids, of this hotkey, or of all."""
+    carried = manifest.carried_over
     found = [
         *(
-            {"verdict": "merged" if one.factor else "carried", **asdict(one)}
+            {"verdict": "carried" if one.uid in carried else "merged", **asdict(one)}
             for one in manifest.merged
         ),
         *({"verdict": "refused", **asdict(one)} for one in manifest.refused),
@@ -163,7 +164,7 @@ def lines_of(
 ) -> Iterator[str]:
     """Yield a line for the outer step, and a line for each upload."""
     closes = datetime.fromtimestamp(closes_at, UTC)
-    carried = sum(not each.factor for each in manifest.merged)
+    carried = len(manifest.carried_over)
     yield (
         f"outer step {manifest.outer_step}: {len(manifest.merged) - carried} uploads merged, "
         f"{f'{carried} carried over, ' if carried else ''}{len(manifest.refused)} refused; "
@@ -171,7 +172,9 @@ def lines_of(
     )
     for row in rows:
         if row["verdict"] == "merged":
-            clipped = "" if row["factor"] == 1.0 else f", clipped to {row['factor']:.2f} of it"
+            # After an average the factor may be 0, although the upload is in the average.
+            whole = row["factor"] in (0.0, 1.0)
+            clipped = "" if whole else f", clipped to {row['factor']:.2f} of it"
             score = "" if row["score"] is None else f", score {row['score']:.3f}"
             found = f"merged: {row['improvement']:+.4f} nats per token{clipped}{score}"
         elif row["verdict"] == "carried":

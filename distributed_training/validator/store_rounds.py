@@ -478,7 +478,7 @@ class StoreValidator(CloseJudge):
         with suppress(OSError):
             self.standings.save(self.steps.place(state.outer_step) / LEDGER)
         counted = [close.accepted[one.uid] for one in merged.merged if one.factor]
-        for uid in close.accepted.keys() - {one.uid for one in counted}:
+        for uid in manifest.carried_over:
             log.info("uid %d: carried over: it helps less than others or than chance may", uid)
         self._choose_text(close)
         uploads = {one.uid: one.file.path for one in counted}
@@ -524,7 +524,7 @@ class StoreValidator(CloseJudge):
             "outer_step",
             outer_step=manifest.outer_step,
             participants=[one.uid for one in manifest.merged],
-            carried_over=[one.uid for one in manifest.merged if not one.factor],
+            carried_over=sorted(manifest.carried_over),
             seconds=round(time.monotonic() - reached.began, 3),
         )
         self._log_losses("Merged: outer step")

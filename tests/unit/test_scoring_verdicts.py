@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,6 +13,7 @@ import pytest
 from distributed_training.chain.registry import RegistryChain
 from distributed_training.config import Config
 from distributed_training.protocol import keys
+from distributed_training.protocol.manifest import Averaging
 from distributed_training.scoring import command, export, verdicts
 from distributed_training.scoring.verdicts import SignedChain
 from distributed_training.store.bucket_reader import BucketReader, StateUnavailable
@@ -69,6 +71,20 @@ def test_the_verdicts_that_were_signed_are_shown(
     assert (row["uid"], row["hotkey"], row["verdict"]) == (UID, MEMBER, "refused")
     assert command.main(["--network", file, "--uid", "5"]) == 0
     assert "none of the requested members" in capsys.readouterr().out
+
+
+def test_each_participant_in_an_average_counts_as_merged(leader: Leader) -> None:
+    """The validator keeps the factor 0 of an upload that helps too little; members ignore it."""
+    accepted = (merged(3, "d" * 64), replace(merged(5, "e" * 64), factor=0.0))
+    for source, verdict in (("average", "merged"), ("merge", "carried")):
+        averaging = Averaging(source, "", participants=(3, 5))  # type: ignore[arg-type]
+        manifest = leader.build_manifest(b"update", {}, merged=accepted, averaging=averaging)
+        rows = list(verdicts.verdicts(manifest))
+        assert [row["verdict"] for row in rows] == ["merged", verdict]
+        first, *shown = verdicts.lines_of(manifest, 0.0, rows)
+        assert ("2 uploads merged, 0 refused" in first) == manifest.averaged
+        assert ("merged: +0.0100 nats per token" in shown[1]) == manifest.averaged
+        assert "clipped" not in shown[1]
 
 
 @pytest.mark.parametrize(
