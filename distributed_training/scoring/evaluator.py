@@ -49,12 +49,14 @@ from distributed_training.training.weights import load_weights
 
 @dataclass(frozen=True)
 class Judged:
-    """The global state that uploads are judged against.
+    """What all uploads of a close are judged against: the global state, and the same random text.
 
     Args:
         outer_step: The outer step that the close belongs to.
-        weights: Global weights of outer step X, float32 on the CPU, in the schema's order.
+        weights: The global weights of that outer step, float32 on the CPU, in the schema's order.
         learning_rate: The outer learning rate.
+        random_blocks: At least one block of text, drawn at random. With more blocks, the figures
+            are more certain.
 
     Examples:
         ```python
@@ -62,6 +64,7 @@ class Judged:
             outer_step=state.outer_step,
             weights=state.weights,
             learning_rate=state.learning_rate,
+            random_blocks=[random_block(Random())],
         )
         ```
     """
@@ -69,10 +72,14 @@ class Judged:
     outer_step: int
     weights: Sequence[Tensor]
     learning_rate: float
+    random_blocks: Sequence[int]
 
 
 # Opens the bucket that a member's commitment names. Raises NoBucket and ChainError.
 OpenBucket = Callable[[Neuron], BucketReader]
+
+# Returns the text of ``(uid, block)``, int64 ``(n, sequence_length)``. Raises DataUnavailable.
+Pages = Callable[[int, int], Tensor]
 
 
 BATCH = 2  # the number of sequences of a text is a multiple of this
@@ -86,14 +93,21 @@ class ShortText(DataUnavailable):
     """A block has less text than a judgement needs, and will never have more."""
 
 
-def pages_of(config: Config, tokenizer_path: Path, eos_id: int) -> Callable[[int, int], Tensor]:
+def pages_of(config: Config, tokenizer_path: Path, eos_id: int) -> Pages:
     """Return the function that reads the text on which this network's uploads are judged.
 
     Raises ConfigError, NetworkFailure.
     """
-    if not config.data.own:
-        return PageReader.from_settings(config, tokenizer_path, eos_id)
     length = config.training.sequence_length
+    if not config.data.own:
+        return PageReader(
+            source=Source(config.data, cache=config.data_cache),
+            tokenizer=TextTokenizer(tokenizer_path, eos_id=eos_id),
+            sequence_length=length,
+            rows_per_page=config.data.rows_per_page,
+            max_length=config.data.max_length,
+            draw_pages=config.draw_pages,
+        )
     try:
         tokens = domain_tokens(config, tokenizer_path, eos_id)
     except PageUnavailable as error:
@@ -127,7 +141,7 @@ class PageReader:
 
     Examples:
         ```python
-        read = PageReader.from_settings(config, tokenizer_path, eos_id=0)
+        read = pages_of(config, tokenizer_path, eos_id=0)
         sequences = read(17, block_at(3, 40))  # uid, outer step, page: int64 (n, sequence_length)
         ```
     """
@@ -139,27 +153,6 @@ class PageReader:
     max_length: int
     draw_pages: PageDraw
     patience: timedelta = timedelta(minutes=5)  # time limit of a block without its last page
-
-    @classmethod
-    def from_settings(cls, config: Config, tokenizer_path: Path, eos_id: int) -> PageReader:
-        """Make the reader that a validator with this configuration uses.
-
-        Args:
-            config: The validator's configuration, with the network's rules.
-            tokenizer_path: A ``tokenizer.json``.
-            eos_id: Token id that ends a row.
-
-        Raises:
-            ConfigError: If the data source cannot be opened.
-        """
-        return cls(
-            source=Source(config.data, cache=config.data_cache),
-            tokenizer=TextTokenizer(tokenizer_path, eos_id=eos_id),
-            sequence_length=config.training.sequence_length,
-            rows_per_page=config.data.rows_per_page,
-            max_length=config.data.max_length,
-            draw_pages=config.draw_pages,
-        )
 
     def __call__(self, uid: int, block: int) -> Tensor:
         """Return the text of a block as int64 ``(n, sequence_length)``.
@@ -341,9 +334,6 @@ APPLIED_FRACTION = 0.5
 
 TRIED = 4  # how many blocks are tried until one has enough text
 
-# (uid, block) -> int64 (n, sequence length). Raises DataUnavailable.
-Pages = Callable[[int, int], Tensor]
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -490,9 +480,9 @@ class Evaluator:
 
     Examples:
         ```python
-        evaluator = Evaluator(model, PageReader.from_settings(config, tokenizer_path, eos_id=0))
+        evaluator = Evaluator(model, pages_of(config, tokenizer_path, eos_id=0))
         own = (block_at(3, 40),)
-        judgement = evaluator.judge(uid, file, own, judged, random_blocks=[random_block(Random())])
+        judgement = evaluator.judge(uid, file, own, judged)
         print(judgement.random.relative, judgement.chance)
         ```
     """
@@ -507,8 +497,6 @@ class Evaluator:
         file: UpdateFile,
         own_blocks: Sequence[int],
         judged: Judged,
-        *,
-        random_blocks: Sequence[int],
     ) -> Evaluation:
         """Measure by how much an upload lowers the loss on random and assigned text.
 
@@ -517,8 +505,8 @@ class Evaluator:
             file: The member's upload.
             own_blocks: Blocks of text that the upload was trained on, to be tried in this order;
                 never empty.
-            judged: The global weights to apply the upload to, and the outer learning rate.
-            random_blocks: One block that was drawn at random; with more, the figures are surer.
+            judged: The global weights to apply the upload to, the outer learning rate, and the
+                random text.
 
         Raises:
             DataUnavailable: If the text cannot be read or measured, which says nothing about the
@@ -530,7 +518,7 @@ class Evaluator:
         try:
             drawn = [
                 self._text(uid, range(block, block + TRIED * JUDGED_PAGES, JUDGED_PAGES))
-                for block in random_blocks
+                for block in judged.random_blocks
             ]
             blocks = [tuple(block for block, _ in drawn)]
             texts = [torch.cat([text for _, text in drawn])]

@@ -27,7 +27,6 @@ read, 2 a flag is wrong.
 from __future__ import annotations
 
 import math
-import random
 import shutil
 import sys
 import tempfile
@@ -322,8 +321,8 @@ def sample(folder: Path, prompt: str, *, tokens: int) -> str:
 def held_out_loss(config: Config, folder: Path, sequences: int) -> tuple[float, str]:
     """Return the mean cross-entropy of the exported model, in nats per token, and the text's name.
 
-    The text is ``sequences`` sequences of the network's held-out text. If the network has no
-    held-out text of its own, they are from pages drawn like the validators' random text.
+    The text is ``sequences`` sequences of the network's held-out text. Raises NetworkFailure if the
+    text cannot be read now.
     """
     import torch
 
@@ -332,8 +331,7 @@ def held_out_loss(config: Config, folder: Path, sequences: int) -> tuple[float, 
     from distributed_training.data.page_source import PageUnavailable
     from distributed_training.node.start import NetworkFailure, fetch_tokenizer
     from distributed_training.protocol import keys, lines
-    from distributed_training.protocol.scoring import random_block
-    from distributed_training.scoring.evaluator import EvaluationModel, PageReader
+    from distributed_training.scoring.evaluator import EvaluationModel
     from distributed_training.training.weights import load_weights
 
     content = read_json_object(folder / keys.CONFIG) or {}
@@ -341,21 +339,15 @@ def held_out_loss(config: Config, folder: Path, sequences: int) -> tuple[float, 
     model.load(load_weights(folder / keys.MODEL, model.schema))
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = fetch_tokenizer(config, Path(scratch))
-        if config.domains[0].place != "python":
-            try:
-                own = held_out_batches(config, *tokenizer, sequences=sequences)
-            except PageUnavailable as error:
-                raise NetworkFailure(f"the held-out text cannot be read: {error}") from None
-            losses = {name: model.loss(text) for name, text in own.items()}
-            mean = mean_loss(losses, config.domains)
-            return mean, config.held_out_name + lines.describe_losses(losses)
-        read = PageReader.from_settings(config, *tokenizer)
-        # Draw the same pages at each call, so that two exports can be compared.
-        generator = random.Random(0)
-        texts: list[torch.Tensor] = []
-        while sum(map(len, texts)) < sequences:
-            texts.append(read(0, random_block(generator)))
-    return model.loss(torch.cat(texts)[:sequences]), "text of random pages"
+        try:
+            texts = held_out_batches(config, *tokenizer, sequences=sequences)
+        except PageUnavailable as error:
+            raise NetworkFailure(f"the held-out text cannot be read: {error}") from None
+    losses = {name: model.loss(text) for name, text in texts.items()}
+    return (
+        mean_loss(losses, config.domains),
+        config.held_out_name + lines.describe_losses(losses),
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import logging
 import math
 from collections.abc import Sequence, Set
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ import torch
 from distributed_training.chain.base import Neuron
 from distributed_training.common.files import sha256_of
 from distributed_training.common.processes import ChildProcess
-from distributed_training.config import Config
 from distributed_training.exchange.hivemind import (
     HANGS,
     NO_FAULT,
@@ -46,20 +44,13 @@ log = logging.getLogger(__name__)
 _ALIKE = 0.01  # largest norm of the difference from the merge, as a fraction of the merge's norm
 
 
-def kind_of_validator(config: Config) -> type[StoreValidator]:
-    """Return the class of this network's validator."""
-    return AveragingValidator if config.averages else StoreValidator
-
-
 class AveragingValidator(StoreValidator):
     """Leads the rounds of a network over hivemind."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        config, own = self.config, self.member.hotkey
-        after = config.rounds.average_after.total_seconds()
+        own, after = self.member.hotkey, self.config.rounds.average_after.total_seconds()
         self._membership = Membership(self.member.chain.neurons, own, own, after)
-        self._open_peer = partial(open_peer, config, self.member, self.folder)
         self.peer: ChildProcess  # set by start()
         self._ordered: Intake | None = None  # the close that the last order was for
         self._order: Order | None = None
@@ -67,10 +58,12 @@ class AveragingValidator(StoreValidator):
         self._averaging = Averaging("merge", "")  # the averaging at the current close
         self._sampled: Set[str] = set()  # hotkeys of the members whose uploads are judged
 
-    def start(self, state: GlobalState, *, found: bool) -> None:
+    def start(self) -> None:
         """Start the peer process too. It may also raise OSError."""
-        super().start(state, found=found)
-        self.peer = self._open_peer(state.schema, self._on_answer)
+        super().start()
+        self.peer = open_peer(
+            self.config, self.member, self.folder, self.state.schema, self._on_answer
+        )
 
     def run(self) -> None:
         with self.peer:
@@ -114,10 +107,10 @@ class AveragingValidator(StoreValidator):
 
     # --- average or merge -------------------------------------------------------------------------
 
-    def _merge_all(self, close: Intake, uids: Sequence[int]) -> MergedSome:
+    def _merge_all(self, close: Intake) -> MergedSome:
         self._averaging = Averaging("average", "")
         try:
-            return self._merge_average(close, sorted(uids))
+            return self._merge_average(close, sorted(close.accepted))
         except NoAllReduce as error:
             why = printable(str(error), 300)
             self._averaging = replace(self._averaging, source="merge", why=why)
@@ -125,7 +118,7 @@ class AveragingValidator(StoreValidator):
             text = lines.all_reduce_failed(2) if self._order else "No average"
             level = logging.WARNING if self._order else logging.INFO
             log.log(level, "%s: %s. The outer step is the merge of the uploads", text, error)
-            return super()._merge_all(close, uids)
+            return super()._merge_all(close)
 
     def _merge_average(self, close: Intake, uids: Sequence[int]) -> MergedSome:
         """Merge the members' average instead of the uploads of ``uids``, and return the result.

@@ -106,7 +106,7 @@ class Intake:
     """All that has arrived for the close in ``state``. After a restart it is fetched again."""
 
     state: State
-    random_blocks: Sequence[int]  # blocks of the text that all uploads of the close are judged on
+    judged: Judged
     began: float  # when the close began, by time.monotonic()
     until: float  # end of fetching and judging, by the store's clock
     awaited: frozenset[str]  # hotkeys that the round waits for, within the grace
@@ -144,10 +144,12 @@ class CloseJudge:
     ``folder`` keeps what must not be lost; ``record(kind, **fields)`` writes an event (see
     :mod:`.store_rounds`); ``stop`` is set when the program should end. ``losses_of`` returns the
     loss of a model with the given weights on each held-out domain, in nats per token.
-    ``of_member`` opens a member's own bucket; None if members have none.
+    ``of_member`` opens a member's own bucket; None if members have none. ``state`` is the newest
+    outer step's.
     """
 
     config: Config
+    state: GlobalState
     member: Member
     steps: OuterSteps
     judge: UploadJudge
@@ -163,7 +165,6 @@ class CloseJudge:
         self._samples = KnownSamples(self.folder / "samples", self.judge.secret)
         self.judge = replace(self.judge, secret=self._samples.secret)
         self.standings = self.reporter.standings
-        self.state: GlobalState  # set by start()
         self._grace = self.config.rounds.grace.total_seconds()
         self._uploads = self.folder / "uploads"  # uploads of the current close
         self._patience = max(_SILENT, self._grace)  # seconds that fetching one upload may take
@@ -189,11 +190,11 @@ class CloseJudge:
             if place != [close.state.outer_step, close.state.serial] or uid not in by_uid:
                 continue
             close.came[uid] = self.standings.entries[uid].uploaded = info.modified
-            if uid in known | fetched or self._refuse_late(close, by_uid[uid], info):
+            if uid in known | fetched or self._refuse_late(close, uid, info):
                 continue
             if info.size > most:
                 reason = f"it has {info.size} bytes, but no upload has more than {most}"
-                self._refuse(close, uid, by_uid[uid].hotkey, "", "damaged", reason)
+                self._refuse(close, uid, "damaged", reason)
             else:
                 new[uid] = info
         wanted = self._most_trusted(close, now, new)
@@ -213,11 +214,11 @@ class CloseJudge:
                 # Since the check, its owner may have replaced it with a copy of an upload that
                 # arrived in the meantime.
                 close.came[uid] = found.modified
-                if uid in by_uid and not self._refuse_late(close, by_uid[uid], found):
+                if uid in by_uid and not self._refuse_late(close, uid, found):
                     why = "its turn to be judged did not come within half a period"
                     close.waiting[uid] = Waiting(why, fetched=True)
             elif isinstance(found, IntegrityError | ObjectMissingError) and uid in by_uid:
-                self._refuse(close, uid, by_uid[uid].hotkey, "", "damaged", str(found))
+                self._refuse(close, uid, "damaged", str(found))
             elif isinstance(found, Exception):
                 close.cramped |= isinstance(found, NoRoomError)
                 ours = isinstance(found, StoreError | ChainError | OSError)
@@ -228,12 +229,11 @@ class CloseJudge:
             if uid in close.waiting and close.waiting[uid].since is None:
                 self._lack(close, uid, f"it did not arrive within {self._patience:.0f} s", now)
 
-    def _refuse_late(self, close: Intake, miner: Neuron, info: ObjectInfo) -> bool:
+    def _refuse_late(self, close: Intake, uid: int, info: ObjectInfo) -> bool:
         """Refuse an upload if it arrived after the grace, and return whether it did."""
         late = info.modified - close.ends
         if late > 0:
-            reason = f"it came {late:.0f} s after the end of the grace"
-            self._refuse(close, miner.uid, miner.hotkey, "", "late", reason)
+            self._refuse(close, uid, "late", f"it came {late:.0f} s after the end of the grace")
         return late > 0
 
     def _choose_awaited(self, serial: int, miners: Sequence[Neuron]) -> frozenset[str]:
@@ -345,9 +345,9 @@ class CloseJudge:
             raise
 
     def _refuse(
-        self, close: Intake, uid: int, hotkey: str, digest: str, cause: str, reason: str
+        self, close: Intake, uid: int, cause: str, reason: str, *, digest: str = ""
     ) -> None:
-        shown = printable(reason, _LONGEST_REASON)
+        hotkey, shown = self.standings.entries[uid].hotkey, printable(reason, _LONGEST_REASON)
         close.refused[uid] = Refused(uid, hotkey, digest, cause, shown)
         close.waiting.pop(uid, None)
         with suppress(OSError):  # make room for other uploads
@@ -375,7 +375,7 @@ class CloseJudge:
         for uid in self._most_trusted(close, now, there):
             if now + time.monotonic() - began >= close.until:
                 break
-            self._judge_one(close, uid, by_uid[uid].hotkey, now)
+            self._judge_one(close, uid, now)
             self.reporter.keep_up()
             if time.monotonic() > turn:
                 break
@@ -384,7 +384,7 @@ class CloseJudge:
         """Return the random generator of a close, the same after a restart if a seed is set."""
         return random.Random(self._seed * serial)
 
-    def _judge_one(self, close: Intake, uid: int, hotkey: str, now: float) -> None:
+    def _judge_one(self, close: Intake, uid: int, now: float) -> None:
         path = self._upload_path(close, uid)
         revision = f"{close.state.outer_step}.{close.state.serial}"
         if close.waiting[uid].since is None:
@@ -398,24 +398,22 @@ class CloseJudge:
         try:
             found = self.judge.judge(
                 uid,
-                hotkey,
+                self.standings.entries[uid].hotkey,
                 path,
-                self._judged(close),
+                close.judged,
                 serial=close.state.serial,
                 start=self.steps.head.weights,
                 modified=close.came[uid],
-                random_blocks=close.random_blocks,
                 longest=longest_norm([], self.steps.history),
             )
         except RefusedUploadError as error:
-            self._refuse(close, uid, hotkey, sha256_of(path), error.cause, str(error))
+            self._refuse(close, uid, error.cause, str(error), digest=sha256_of(path))
             return
         except (StopNow, OSError, torch.AcceleratorError):
             raise
         except Exception as error:  # noqa: BLE001 - foreign bytes may harm only their owner
             if not isinstance(error, DataUnavailable) and not of_this_machine(error):
-                why = in_a_line(error)
-                self._refuse(close, uid, hotkey, sha256_of(path), "damaged", why)
+                self._refuse(close, uid, "damaged", in_a_line(error), digest=sha256_of(path))
                 return
             self._lack(close, uid, str(error), now)
             return
@@ -423,13 +421,6 @@ class CloseJudge:
         close.accepted[uid] = found
         self.record("upload_scored", **judgement_fields(found.judgement, revision))
         log.info("uid %d: accepted, random text %+.4f nats", uid, -found.improvement)
-
-    def _judged(self, close: Intake) -> Judged:
-        return Judged(
-            outer_step=close.state.outer_step,
-            weights=self.state.weights,
-            learning_rate=self._outer_rule.learning_rate,
-        )
 
     def _factors(self, close: Intake) -> dict[int, float]:
         """Return the factor by which the merge would multiply each accepted upload, by uid."""
@@ -454,17 +445,16 @@ class CloseJudge:
                 break
             for one, factor in other:
                 try:
-                    close.accepted[one.uid] = self.judge.measure(
-                        replace(one, factor=factor), self._judged(close), close.random_blocks
-                    )
+                    as_merged = replace(one, factor=factor)
+                    close.accepted[one.uid] = self.judge.measure(as_merged, close.judged)
                 except RefusedUploadError as error:
                     self._blame(close, one.uid, error.cause, f"clipped to {factor:.3g}: {error}")
                 except DataUnavailable as error:
                     log.info("uid %d: not judged again in clipped form: %s", one.uid, error)
 
     def _blame(self, close: Intake, uid: int, cause: str, reason: str) -> None:
-        one = close.accepted.pop(uid)
-        self._refuse(close, uid, one.hotkey, one.file.digest, cause, reason)
+        digest = close.accepted.pop(uid).file.digest
+        self._refuse(close, uid, cause, reason, digest=digest)
 
     def _choose_text(self, close: Intake) -> None:
         """Judge the next close on twice the text if fewer than half of the uploads help."""
@@ -476,9 +466,9 @@ class CloseJudge:
 
     # --- the update ---------------------------------------------------------------------------
 
-    def _merge_all(self, close: Intake, uids: Sequence[int]) -> MergedSome:
+    def _merge_all(self, close: Intake) -> MergedSome:
         """Merge all accepted uploads, and return the result."""
-        return self._merge(close, uids)
+        return self._merge(close, [*close.accepted])
 
     def _merge(
         self, close: Intake, uids: Sequence[int], average: Values | None = None

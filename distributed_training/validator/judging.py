@@ -139,8 +139,7 @@ class UploadJudge:
         serial: int,
         start: str,
         modified: float,
-        random_blocks: Sequence[int],
-        longest: float = math.inf,
+        longest: float,
     ) -> Accepted:
         """Check and measure one upload, as it would be merged.
 
@@ -148,11 +147,10 @@ class UploadJudge:
             uid: The member's uid.
             hotkey: The member's hotkey at the close.
             path: The upload's file.
-            judged: The epoch-start weights, and their outer step.
+            judged: The epoch-start weights, their outer step, and the close's random text.
             serial: The close's serial.
             start: Digest of the epoch-start weights.
             modified: When the upload arrived.
-            random_blocks: Blocks of the text that all uploads of the close are judged on.
             longest: The norm to which a longer upload is clipped.
 
         Raises RefusedUploadError, and DataUnavailable, StopNow, OSError, torch.AcceleratorError,
@@ -189,24 +187,19 @@ class UploadJudge:
         if norm > _MOST_NORM:
             raise RefusedUploadError("worse", f"its norm is {norm:.3g}: no training leads so far")
         factor = clip_factor(norm, longest)
-        return self.measure(
-            Accepted(uid, hotkey, modified, file, norm, sample, _NOT_JUDGED, factor),
-            judged,
-            random_blocks,
-        )
+        one = Accepted(uid, hotkey, modified, file, norm, sample, _NOT_JUDGED, factor)
+        return self.measure(one, judged)
 
-    def measure(self, one: Accepted, judged: Judged, random_blocks: Sequence[int]) -> Accepted:
+    def measure(self, one: Accepted, judged: Judged) -> Accepted:
         """Judge an upload, multiplied by its factor, and return it with its judgement.
 
-        Raises the same errors as :meth:`judge`, and has the same ``random_blocks``.
+        Raises the same errors as :meth:`judge`.
         """
         # An upload that names no pages is judged on the same random text twice, so the loss never
         # falls more on its own pages.
-        own_blocks = self._draw(one) or random_blocks[:1]
+        own_blocks = self._draw(one) or judged.random_blocks[:1]
         as_merged = replace(judged, learning_rate=judged.learning_rate * one.factor)
-        judgement = self.evaluator.judge(
-            one.uid, one.file, own_blocks, as_merged, random_blocks=random_blocks
-        )
+        judgement = self.evaluator.judge(one.uid, one.file, own_blocks, as_merged)
         if (random := judgement.random) is None:
             raise RefusedUploadError("worse", judgement.reason)
         if random.absolute < -random.chance:  # the loss rises by more than chance explains

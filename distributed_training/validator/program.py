@@ -69,7 +69,7 @@ from distributed_training.training.model import (
 from distributed_training.training.outer_rule import rule_of_network
 from distributed_training.training.pretrained import WeightsError, digest_weights, read_weights
 from distributed_training.training.weights import GlobalState
-from distributed_training.validator.average import kind_of_validator
+from distributed_training.validator.average import AveragingValidator
 from distributed_training.validator.exports import Exports
 from distributed_training.validator.global_state import (
     GlobalStateError,
@@ -212,10 +212,8 @@ def run_validator(
             write_settings(config, folder)
             save_copy(config.network, folder)
             parts = connect(config, folder, stack)
-            validator, state, found = build(
-                config, parts, folder=folder, stop=signals.stop, stack=stack
-            )
-            validator.start(state, found=found)
+            validator = build(config, parts, folder=folder, stop=signals.stop, stack=stack)
+            validator.start()
             # From here on a signal only sets an event, since a publication must not be cut short.
             signals.interrupts = False
             validator.run()
@@ -239,8 +237,8 @@ def run_validator(
 
 def build(
     config: Config, parts: ValidatorParts, *, folder: Path, stop: threading.Event, stack: ExitStack
-) -> tuple[StoreValidator, GlobalState, bool]:
-    """Return the validator, the state that it starts from, and whether the bucket had that state.
+) -> StoreValidator:
+    """Return the validator, with the state that it starts from.
 
     ``stack`` closes what must be closed. Raises ConfigError, GlobalStateError, StoreError.
     """
@@ -268,8 +266,11 @@ def build(
     stack.enter_context(open_trackers(config.telemetry, folder, name=name))
     exports = Exports(config, folder, record=record)
     stack.callback(exports.close)
-    validator = kind_of_validator(config)(
+    validator = AveragingValidator if config.averages else StoreValidator
+    return validator(
         config=config,
+        state=state,
+        found=found,
         losses_of=losses,
         follow=follow_rules(config, parts),
         publish_files=parts.publish_files,
@@ -297,7 +298,6 @@ def build(
         after_step=exports.after,
         of_member=parts.open_bucket if config.has_bucket else None,
     )
-    return validator, state, found
 
 
 def find_state(

@@ -80,10 +80,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Literal
-
-from torch import Tensor
 
 from distributed_training.chain.base import ChainError
 from distributed_training.common.backoff import Throttle
@@ -92,13 +89,13 @@ from distributed_training.protocol import keys, lines
 from distributed_training.protocol.manifest import Manifest
 from distributed_training.protocol.network_report import GATE, MOST_ROUNDS, TOO_FEW, printable
 from distributed_training.protocol.scoring import random_block
-from distributed_training.scoring.evaluator import Evaluation
+from distributed_training.scoring.evaluator import Evaluation, Judged
 from distributed_training.store.errors import StoreError
 from distributed_training.training.model import kind_of
 from distributed_training.training.weights import GlobalState
 from distributed_training.validator.closes import LOOK, CloseJudge, Intake, MergedSome
 from distributed_training.validator.errands import Errands, unless_stopped
-from distributed_training.validator.judging import CAUSES, find_copies, share_alike
+from distributed_training.validator.judging import CAUSES, Accepted, find_copies, share_alike
 from distributed_training.validator.merge import OuterState, find_spoilers
 from distributed_training.validator.outer_steps import next_state, renewed
 from distributed_training.validator.own_copy import RECOVER
@@ -123,31 +120,27 @@ _OF_NO_CLOSE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class _Reached:
-    """A merged outer step, which is published as soon as the store accepts it.
-
-    ``manifest``, ``data`` and ``uploads`` are the arguments of :meth:`.OuterSteps.publish`.
-    """
+    """A merged outer step, which is published as soon as the store accepts it."""
 
     manifest: Manifest
-    data: bytes
-    uploads: Mapping[int, Path]
-    values: OuterState
+    data: bytes  # the signed manifest
+    counted: Sequence[Accepted]  # the uploads that the update contains
     state: GlobalState
-    losses: dict[str, float]
-    began: float
-    samples: Mapping[str, Tensor]  # samples of what all can read once it is published
+    merged: MergedSome
 
 
 @dataclass(kw_only=True)
 class StoreValidator(CloseJudge):
     """Leads rounds through the store, which only ``steps`` writes.
 
-    Call :meth:`start`, then :meth:`run`. A stop ends both soon. ``after_step`` gets each new state
-    and returns at once. ``follow`` gets the outer step, and raises OtherRules if another version
-    of the network's file is in force. ``publish_files`` writes the network's files into a store
-    that was emptied, and raises StoreError.
+    Call :meth:`start`, then :meth:`run`. A stop ends both soon. ``found`` says whether ``state``
+    was found in the global bucket. ``after_step`` gets each new state and returns at once.
+    ``follow`` gets the outer step, and raises OtherRules if another version of the network's file
+    is in force. ``publish_files`` writes the network's files into a store that was emptied, and
+    raises StoreError.
     """
 
+    found: bool
     after_step: Callable[[GlobalState], None]
     follow: Callable[[int], None]
     publish_files: Callable[[], None]
@@ -167,20 +160,20 @@ class StoreValidator(CloseJudge):
 
     # --- start and loop -------------------------------------------------------------------------
 
-    def start(self, state: GlobalState, *, found: bool) -> None:
-        """Continue from the ``state`` that was found in the global bucket, or else publish it.
+    def start(self) -> None:
+        """Continue from the state that was found in the global bucket, or else publish ours.
 
         Raises GlobalStateError, and StoreError if the bucket cannot be written.
         """
-        self.state = state
-        self._begin(state, found=found)
+        state = self.state
+        self._begin(state)
         self._losses = self.losses_of(state.weights)
         self.record(
             "start",
             uid=self.member.chain.uid(self.member.hotkey),
             hotkey=self.member.hotkey,
             outer_step=state.outer_step,
-            resumed=found,
+            resumed=self.found,
         )
         self._record_losses(state.outer_step, self._losses)
         self._log_losses("Outer step")
@@ -226,13 +219,13 @@ class StoreValidator(CloseJudge):
 
     # --- its turn to lead -------------------------------------------------------------------------
 
-    def _begin(self, state: GlobalState, *, found: bool) -> None:
+    def _begin(self, state: GlobalState) -> None:
         """Publish a first state, or show that this process leads from the state that was found.
 
         Raises the same errors as :meth:`start`.
         """
         steps = self.steps
-        if not found:
+        if not self.found:
             values = OuterState(state.weights)
             manifest = self._manifest(
                 state, values, made_at=time.time(), files=steps.write_values(state, values)
@@ -249,7 +242,7 @@ class StoreValidator(CloseJudge):
                 if (entry := self.standings.entries.get(uid)) and entry.hotkey == hotkeys.get(uid):
                     entry.published = score
         if (
-            found
+            self.found
             and not steps.led_last
             and not self.config.validator.take_over
             and not steps.is_free(self._period)
@@ -294,17 +287,16 @@ class StoreValidator(CloseJudge):
         """Lead a round if one is due; return whether it has ended. Raises as :meth:`tick`."""
         if time.monotonic() - self._looked < LOOK:
             return False
+        problem = ""
         try:
-            done = self._advance()
-            self._problem = ""
+            return self._advance()
         except (StoreError, OSError) as error:
-            self._looked = time.monotonic()
-            if str(error) != self._problem:
-                log.warning("The round waits: %s; it continues as soon as it can", error)
-            self._problem = str(error)
+            problem = str(error)
+            if problem != self._problem:
+                log.warning("The round waits: %s; it continues as soon as it can", problem)
             return False
-        self._looked = time.monotonic()
-        return done
+        finally:
+            self._looked, self._problem = time.monotonic(), problem
 
     def _save(self) -> None:
         if self._reached_step is not None:
@@ -349,9 +341,11 @@ class StoreValidator(CloseJudge):
         miners = self._miners()
         if self._close is None or self._close.state.serial != state.serial:
             draw = self._draw(state.serial)
+            texts = [random_block(draw) for _ in range(self._texts)]
+            rate = self._outer_rule.learning_rate
             self._close = Intake(
                 state,
-                [random_block(draw) for _ in range(self._texts)],
+                Judged(state.outer_step, self.state.weights, rate, texts),
                 time.monotonic(),
                 max(state.closes_at + state.grace, now) + self._period / 2,
                 self._choose_awaited(state.serial, miners),
@@ -376,8 +370,7 @@ class StoreValidator(CloseJudge):
     def _end(self, close: Intake, now: float) -> bool:
         """End the round of a close: publish its outer step, or move the close."""
         for uid, one in [*close.waiting.items()]:
-            hotkey = self.standings.entries[uid].hotkey
-            self._refuse(close, uid, hotkey, "", "not-judged", one.why)
+            self._refuse(close, uid, "not-judged", one.why)
         momentum = self.steps.values.momentum
         known = self._samples.known()
         if momentum is not None:
@@ -395,7 +388,7 @@ class StoreValidator(CloseJudge):
         trusted = sorted(counted, key=lambda u: -self.standings.entries[u].published)
         before = self.mean(self._losses)
         limit = self.config.loss_limit(before)
-        merged = self._merge_all(close, [*close.accepted])
+        merged = self._merge_all(close)
 
         def passes(places: Sequence[int]) -> bool:
             some = self._merge(close, [trusted[i] for i in places])
@@ -477,32 +470,19 @@ class StoreValidator(CloseJudge):
         # The old scores also stay: they count until the manifest is published.
         with suppress(OSError):
             self.standings.save(self.steps.place(state.outer_step) / LEDGER)
-        counted = [close.accepted[one.uid] for one in merged.merged if one.factor]
         for uid in manifest.carried_over:
             log.info("uid %d: carried over: it helps less than others or than chance may", uid)
         self._choose_text(close)
-        uploads = {one.uid: one.file.path for one in counted}
-        step = f"of outer step {state.outer_step}"
-        samples = {f"uid {one.uid}'s upload {step}": one.sample for one in counted}
-        old, new = (self.judge.sample(each) for each in (self.state.weights, values.weights))
-        samples[f"the update {step}"] = old - new
-        return _Reached(
-            manifest,
-            manifest.to_bytes(self.steps.sign),
-            uploads,
-            values,
-            state,
-            merged.losses,
-            close.began,
-            samples,
-        )
+        counted = [close.accepted[one.uid] for one in merged.merged if one.factor]
+        return _Reached(manifest, manifest.to_bytes(self.steps.sign), counted, state, merged)
 
     def _publish(self) -> bool:
         """Publish an outer step and continue from it. After a StoreError it is tried again."""
-        reached, began = self._reached_step, time.monotonic()
-        assert reached is not None
-        manifest = reached.manifest
-        sent = self.steps.publish(manifest, reached.data, reached.uploads)
+        reached, close, began = self._reached_step, self._close, time.monotonic()
+        assert reached is not None and close is not None
+        manifest, merged = reached.manifest, reached.merged
+        uploads = {one.uid: one.file.path for one in reached.counted}
+        sent = self.steps.publish(manifest, reached.data, uploads)
         self.record(
             "publication",
             revision=f"{manifest.outer_step}.{manifest.serial}",
@@ -511,21 +491,25 @@ class StoreValidator(CloseJudge):
             bytes_sent=sent,
             reason="",
         )
-        self.steps.went_on(manifest, reached.values)
+        self.steps.went_on(manifest, merged.values)
         self._reached_step = self._close = None
-        self._samples.add(manifest.outer_step, reached.samples)
+        # Everybody can read these uploads and the update from now on, and send copies of them.
+        step = f"of outer step {manifest.outer_step}"
+        samples = {f"uid {one.uid}'s upload {step}": one.sample for one in reached.counted}
+        old, new = (self.judge.sample(each.weights) for each in (self.state, reached.state))
+        self._samples.add(manifest.outer_step, samples | {f"the update {step}": old - new})
         try:
             os.replace(self.steps.place(manifest.outer_step) / LEDGER, self._standings_path)
         except OSError:  # there was no room on the disk for it
             self._save()
-        self._record_losses(manifest.outer_step, reached.losses)
-        self.state, self._losses = reached.state, reached.losses
+        self._record_losses(manifest.outer_step, merged.losses)
+        self.state, self._losses = reached.state, merged.losses
         self.record(
             "outer_step",
             outer_step=manifest.outer_step,
             participants=[one.uid for one in manifest.merged],
             carried_over=sorted(manifest.carried_over),
-            seconds=round(time.monotonic() - reached.began, 3),
+            seconds=round(time.monotonic() - close.began, 3),
         )
         self._log_losses("Merged: outer step")
         self.after_step(self.state)

@@ -237,7 +237,7 @@ class StoreWorld:
         if not begun:
             return
         self.restart()
-        self.validator.start(self.state_found, found=self.found)
+        self.validator.start()
         self.schema = self.validator.state.schema
         self.miners = {uid: StoreMiner(self, uid) for uid in self.uids}
 
@@ -257,16 +257,15 @@ class StoreWorld:
         place = folder or self.folder / "validator"
         place.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            validator, self.state_found, self.found = build(
+            self.validator = build(
                 self.config, self.parts(), folder=place, stop=threading.Event(), stack=stack
             )
             self.closing = stack.pop_all()
-        validator._look = _ANSWERS
-        self.validator = validator
+        self.validator._look = _ANSWERS
 
     def restarted(self, *, folder: Path | None = None) -> None:
         self.restart(folder=folder)
-        self.validator.start(self.state_found, found=self.found)
+        self.validator.start()
 
     # --- what the store shows -------------------------------------------------------------------
 

@@ -298,7 +298,7 @@ def test_no_honest_upload_is_refused_in_200_rounds() -> None:
             upload = trained_upload(model, weights, uid * 1_000_000 + n, steps, n)
             norm, sample = judge._measure(upload)
             one = Accepted(uid, f"{uid}", float(uid), upload, norm, sample, judging._NOT_JUDGED)
-            accepted.append(judge.measure(one, Judged(n, [weights], 0.9), [10_000 + n]))
+            accepted.append(judge.measure(one, Judged(n, [weights], 0.9, [10_000 + n])))
         judged_count += len(accepted)
         harmful += sum(one.improvement < 0 for one in accepted)
         assert find_copies(accepted, earlier) == {}

@@ -16,7 +16,7 @@ from distributed_training.config import load_config
 from distributed_training.data.block_builder import RowsTokens, WorkerSpec
 from distributed_training.data.page_source import Counts
 from distributed_training.protocol.pages import JUDGED_PAGES, PageDraw, block_at
-from distributed_training.scoring.evaluator import DataUnavailable, PageReader
+from distributed_training.scoring.evaluator import DataUnavailable, PageReader, pages_of
 from tests.tools.network import network_file
 from tests.tools.r2_keys import KEYS
 
@@ -99,7 +99,8 @@ def test_a_miner_and_the_validator_draw_the_same_pages(
         assert len(of_rank) == 3 * len(blocks) and not of_rank & read, "none is read twice"
         read |= of_rank
     source = Source()
-    reader = PageReader.from_settings(validator, *tokenizer)
+    reader = pages_of(validator, *tokenizer)
+    assert isinstance(reader, PageReader)
     replace(reader, source=source, tokenizer=ByteTokenizer(), sequence_length=16)(
         6, block_at(77, 24 - JUDGED_PAGES)
     )

@@ -274,12 +274,12 @@ class Founded:
         )
         run = self.folder / "validator"
         with ExitStack() as stack:
-            validator, state, found = program.build(
+            validator = program.build(
                 config, parts, folder=run, stop=threading.Event(), stack=stack
             )
-            validator.start(state, found=found)
+            validator.start()
         *_, event = read_events(run / "events.jsonl", "held_out")
-        return state, event["before"]
+        return validator.state, event["before"]
 
     def plain_loss(self) -> float:
         """Measure the folder's own loss, in plain transformers."""
