@@ -12,9 +12,6 @@ import pytest
 
 from distributed_training.config import rules_at
 from distributed_training.config.versions import Versions
-from distributed_training.miner import events as ev
-from distributed_training.miner.events import MinerState, Mode, Rules
-from distributed_training.miner.rounds import decide
 from distributed_training.network import Shown, signed
 from distributed_training.node.start import OtherRules, exit_status_of
 from distributed_training.protocol import keys
@@ -23,6 +20,7 @@ from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.validator.program import follow_rules
 from tests.tools.network import ALICE, network_file
+from tests.tools.settings import load_config
 from tests.tools.store_world import PERIOD, StoreWorld
 from tests.tools.validator_world import one_thread  # noqa: F401
 
@@ -109,16 +107,10 @@ def test_a_version_from_the_last_outer_step_on_delays_the_end(tmp_path: Path) ->
 
 
 def test_a_network_without_a_stop_is_never_finished(tmp_path: Path) -> None:
-    config = founded(tmp_path, {}).config
+    file = network_file(tmp_path, {"exchange": "store"})
+    config = load_config("validator", ["--network", file], check=False)
     assert not config.finished(outer_step=10**9, tokens=10**18, loss=0.0)
     assert not config.finished(outer_step=0, tokens=0, loss=float("nan"))
-
-
-@pytest.mark.parametrize("mode", [Mode.TRAINING, Mode.UPDATE_FAILED])
-def test_a_miner_ends_with_a_checkpoint_once_its_network_is_finished(mode: Mode) -> None:
-    stop = ev.StopRequested("the network is finished: 4 outer steps", ExitStatus.FINISHED)
-    state, actions = decide(MinerState(mode, 4), stop, Rules(25))
-    assert state.exit_status == 4 and actions[-1] is ev.Action.STOP
 
 
 def test_the_page_calls_a_miner_finished_that_ended_so(tmp_path: Path) -> None:

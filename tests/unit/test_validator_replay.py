@@ -120,6 +120,11 @@ def test_fewer_uploads_replay_less_and_are_no_problem(tmp_path: Path) -> None:
     assert found.problems == [] and (found.weights_from, found.replayed_from) == (4, 8)
 
 
+def manifest_of(bucket: Path, step: int) -> Manifest:
+    data = (bucket / keys.outer_key(step, keys.MANIFEST)).read_bytes()
+    return Manifest.parse(data, Master(RUN_ID, MASTER, verify))
+
+
 def objects(bucket: Path) -> list[str]:
     return sorted(str(p.relative_to(bucket)) for p in bucket.rglob("*") if p.is_file())
 
@@ -191,13 +196,7 @@ def test_an_audit_says_from_where_it_can_replay(
 
 def resign(bucket: Path, step: int, change: Callable[[Manifest], dict[str, Any]]) -> None:
     """Write a manifest, and all after it, as a master who wants to deceive would."""
-    chain = [
-        Manifest.parse(
-            (bucket / keys.outer_key(n, keys.MANIFEST)).read_bytes(),
-            Master(RUN_ID, MASTER, verify),
-        )
-        for n in range(STEPS + 1)
-    ]
+    chain = [manifest_of(bucket, n) for n in range(STEPS + 1)]
     for n in range(step, STEPS + 1):
         changes = change(chain[n]) if n == step else {}
         if n:
@@ -211,10 +210,7 @@ def other_upload(bucket: Path, manifest: Manifest) -> dict[str, Any]:
     """Return what names another upload than the merged one, of the right form."""
     path = bucket / keys.merged_key(manifest.outer_step, 5)
     path.unlink()
-    start = Manifest.parse(
-        (bucket / keys.outer_key(manifest.outer_step - 1, keys.MANIFEST)).read_bytes(),
-        Master(RUN_ID, MASTER, verify),
-    ).weights
+    start = manifest_of(bucket, manifest.outer_step - 1).weights
     head = header("upload", manifest.outer_step - 1, hotkey=hotkey_of(5), start=start)
     tensors = [torch.full(shape, 1e-3) for _, shape in SCHEMA]
     file = write_file(path, tensors, head)
@@ -232,10 +228,9 @@ def with_first(manifest: Manifest, **changes: Any) -> tuple[Any, ...]:
 
 def test_another_history_is_named(bucket: Path, tmp_path: Path) -> None:
     """One manifest of a second history, signed by the same master."""
-    path = bucket / keys.outer_key(5, keys.MANIFEST)
-    manifest = Manifest.parse(path.read_bytes(), Master(RUN_ID, MASTER, verify))
+    manifest = manifest_of(bucket, 5)
     other = dataclasses.replace(manifest, made_at=manifest.made_at + 1)
-    path.write_bytes(other.to_bytes(sign))
+    (bucket / keys.outer_key(5, keys.MANIFEST)).write_bytes(other.to_bytes(sign))
     found = open_chain(bucket, tmp_path).audit()
     assert found.problems == [
         f"outer/6/manifest.json is refused: manifest.json of outer step 6 follows "
@@ -281,13 +276,8 @@ def test_what_was_signed_again_is_named(bucket: Path, tmp_path: Path, name: str)
 def test_an_audit_names_a_state_that_was_put_back(bucket: Path, tmp_path: Path) -> None:
     path = bucket / keys.STATE
     now = path.read_bytes()
-    resigned = [
-        Manifest.parse(
-            (bucket / keys.outer_key(n, keys.MANIFEST)).read_bytes(), Master(RUN_ID, MASTER, verify)
-        )
-        for n in range(9)
-    ]
-    path.write_bytes(state_of(resigned, [4, 8]).to_bytes(sign))
+    before = [manifest_of(bucket, n) for n in range(9)]
+    path.write_bytes(state_of(before, [4, 8]).to_bytes(sign))
     [line] = open_chain(bucket, tmp_path).audit().problems
     assert line.startswith("state.json is of outer step 8, but outer/10/manifest.json is signed")
     path.write_bytes(now)
