@@ -1,7 +1,7 @@
-"""Hostile members of a store network: each way of harming it, compared with the honest members.
+"""Test how much hostile members of a store network can harm it.
 
-The real validator and real training, of a model with 4.6e4 parameters, take two outer steps of the
-ways that were found hardest to bound.
+The real validator takes two outer steps with really trained uploads of a small model. The hostile
+members attack in the ways that were found hardest to limit.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def scaled(moved: Moved, norm: float) -> Moved:
 
 
 def noise(miner: StoreMiner, times: float = 1.0) -> Moved:
-    """Return noise of the norm of the miner's own training, times ``times``."""
+    """Return noise whose norm is ``times`` the norm of the miner's own training."""
     generator = torch.Generator().manual_seed(miner.uid * 1000 + miner.outer_step)
     drawn = [torch.randn(t.shape, generator=generator) for t in miner.moved]
     return scaled(drawn, times * norm_of(miner.moved))
 
 
 def gain(miner: StoreMiner, moved: Moved) -> float:
-    """Return by how much an upload lowers the loss, on text of the attacker's own."""
+    """Return by how much an upload lowers the loss on the attacker's own text."""
     world, text = miner.world, sequences(20_000_000 + miner.outer_step * 97 + miner.uid, 64)
     miner.model.load(miner.start)
     before = miner.model.loss(text)
@@ -52,7 +52,7 @@ def gain(miner: StoreMiner, moved: Moved) -> float:
 
 
 def under_noise(miner: StoreMiner, moved: Moved) -> Moved:
-    """Return an upload under as much noise as lets it lower the loss still, and as is judged."""
+    """Return an upload under as much noise as possible, so that it still lowers the loss."""
     found, times = moved, 0.5
     while times < 9:
         tried = [t + n for t, n in zip(moved, noise(miner, times), strict=True)]
@@ -63,7 +63,7 @@ def under_noise(miner: StoreMiner, moved: Moved) -> Moved:
 
 
 def shadow(miner: StoreMiner, steps: int = 2) -> Moved:
-    """Train on the pages of the first honest member, an inner step less, as the others do."""
+    """Train on the pages of the first honest member, for one inner step less."""
     uid, miner.uid = miner.uid, HONEST[0]
     miner.train(steps=steps, learning_rate=1e-3)
     miner.uid = uid
@@ -74,8 +74,8 @@ def victim(miner: StoreMiner) -> Moved:
     return miner.world.miners[HONEST[HOSTILE.index(miner.uid)]].moved
 
 
-#: What a hostile member does: it returns what it uploads. There is one way for each defence: judged
-#: as worse, clipped, as chance, a copy, a copy in disguise.
+#: By name: a function that returns what a hostile member uploads. There is one for each defence of
+#: the validator: refusing what is worse, clipping, chance, copies, and copies in disguise.
 WAYS: dict[str, Callable[[StoreMiner], Moved]] = {
     "sign flipped": lambda m: [-t for t in m.moved],
     "x1000": lambda m: [1000 * t for t in m.moved],
@@ -96,7 +96,7 @@ def run(way: str) -> tuple[float, Counter[str]]:
             for miner in world.miners.values():
                 miner.apply()
                 miner.train(steps=3, learning_rate=1e-3)
-            # First: whoever comes first has no advantage by it.
+            # The hostile members upload first, which gives them no advantage.
             world.until_close()
             uploads = {uid: WAYS[way](world.miners[uid]) for uid in bad}
             for uid, moved in uploads.items():
@@ -105,7 +105,7 @@ def run(way: str) -> tuple[float, Counter[str]]:
             for uid in HONEST:
                 world.miners[uid].upload()
             world.until_late()
-            for _ in range(60):  # a fetch takes longer than a look on a busy machine
+            for _ in range(60):  # on a busy machine a fetch may take several ticks
                 world.tick()
                 if world.state.outer_step == n:
                     break
@@ -119,7 +119,7 @@ def run(way: str) -> tuple[float, Counter[str]]:
 
 @pytest.fixture(scope="module")
 def alone() -> float:
-    """The held-out loss of only the honest members."""
+    """Return the held-out loss with only the honest members."""
     return run("")[0]
 
 

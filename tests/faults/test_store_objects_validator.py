@@ -1,7 +1,7 @@
 """Test the real validator with each fault of each object of its own store, at each moment.
 
-What the master has signed holds, whatever the store shows of it. So in each case the validator
-ends only with one line that names the remedy, writes again what it has, and no serial goes back.
+What the master has signed stays valid, whatever the store shows. So in each case the validator
+writes its copies again, or it exits with one line that names the remedy. No serial goes back.
 """
 
 from __future__ import annotations
@@ -368,7 +368,7 @@ def test_newcomer_waits_and_leads_once_a_renewal_is_overdue(base: Base) -> None:
     shown = world.state
     world.restarted(folder=base.empty())
     world.tick(3)
-    assert world.state == shown  # it writes nothing
+    assert world.state == shown  # the newcomer writes nothing
     world.clock.ahead += PERIOD / 2 + 1
     world.tick(2)
     assert world.state.written_at > shown.written_at and world.state.serial == shown.serial

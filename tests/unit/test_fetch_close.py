@@ -1,4 +1,4 @@
-"""Which uploads a close takes: when it ends, who is waited for, what own buckets add."""
+"""Test which uploads a close accepts, which members it waits for, and when its round ends."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_recent_progress_is_a_valid_upload_where_none_was_judged(tmp_path: Path)
         world.end()
         assert world.state.outer_step == n
         valid.append(world.validator.standings.entries[17].repo_valid)
-    # An old one is not, nor one of a member that has missed three closes in a row.
+    # An old progress upload is not valid, nor is one of a member that missed three closes in a row.
     assert valid == [1, 0, 1, 0], valid
     shared = StoreWorld(tmp_path / "shared")
     shared.bucket.put(key, b"nobody reads it")
@@ -85,7 +85,7 @@ def test_an_upload_that_becomes_a_copy_after_the_look_comes_later(tmp_path: Path
     world.clock.ahead -= 10
     world.tick()
     fates = world.fates(1)
-    # Which page gained more may be within its error: then the copy is not called one.
+    # It may be uncertain on whose pages the loss fell more. Then the copy is not refused.
     assert (fates[3], fates[5]) == ("merged", "merged") and fates[17] in ("copy", "merged")
 
 
@@ -95,7 +95,7 @@ def test_an_upload_is_late_by_the_stores_clock(world: StoreWorld) -> None:
     world.miners[5].upload()
     world.tick()
     assert world.fates(1) == {3: "merged", 5: "late"}
-    assert world.manifest(1).refused[0].digest == ""  # its sender keeps its weights
+    assert world.manifest(1).refused[0].digest == ""  # so its sender keeps its weights
     assert "after the end of the grace" in world.manifest(1).refused[0].reason
     assert world.validator.standings.entries[17].cause == "it sent no upload for the last close"
 
@@ -115,7 +115,8 @@ def test_a_close_without_enough_uploads_moves(world: StoreWorld) -> None:
     world.miners[5].upload()
     world.end()
     assert world.fates(1) == {5: "merged"}
-    assert not [key for key in world.bucket.objects if key.startswith("uploads/")]  # they are past
+    # The uploads of past closes are deleted.
+    assert not [key for key in world.bucket.objects if key.startswith("uploads/")]
 
 
 def _newcomer(world: StoreWorld, uid: int) -> None:
@@ -125,7 +126,8 @@ def _newcomer(world: StoreWorld, uid: int) -> None:
 
 
 def test_a_newcomer_that_is_slower_than_all_others_is_merged(world: StoreWorld) -> None:
-    for n, slow in ((0, 17), (1, 17), (2, 4)):  # one that missed the first close, a newcomer
+    # Uid 17 misses the first close and is slow at the second; uid 4 joins at the third.
+    for n, slow in ((0, 17), (1, 17), (2, 4)):
         if slow not in world.miners:
             _newcomer(world, slow)
         fast = [uid for uid in world.miners if uid != slow]
@@ -163,7 +165,7 @@ def test_absent_members_delay_few_rounds_however_many_they_are(world: StoreWorld
 def test_another_validator_is_no_member_before_it_uploads(
     world: StoreWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a public chain whoever holds enough has a permit; some of them train too."""
+    """On a public chain, everybody with enough stake has a permit, and some of them train too."""
     idle, trains, first = 30, 31, 4  # the second sends its first upload for the fourth close
     for uid in (idle, trains):
         _newcomer(world, uid)
@@ -245,7 +247,7 @@ def test_a_store_that_is_away_makes_one_round_late(world: StoreWorld) -> None:
     world.bucket.down = True
     world.end(3)
     world.bucket.down = False
-    # And while it publishes: what was judged and merged is not done again.
+    # Let the store fail during the publication too: judging and merging are not repeated.
     failures = iter([StoreError("503")] * 3)
 
     def fail(key: str) -> None:

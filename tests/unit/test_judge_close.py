@@ -1,4 +1,4 @@
-"""What becomes of the uploads of a close: refused with its cause, called a copy, scored."""
+"""Test how the uploads of a close are judged: refused, recognized as copies, or scored."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def world(tmp_path: Path) -> StoreWorld:
     return StoreWorld(tmp_path)
 
 
-#: Each other damage of a file is refused in the same way (test_protocol_update_file.py).
+#: Bad uploads by name: the cause of the refusal, and a function that makes the upload. Other kinds
+#: of damage are refused in the same way (test_protocol_update_file.py).
 BAD: dict[str, tuple[str, Callable[[StoreMiner], bytes]]] = {
     "signature": ("damaged", lambda m: m.encode(pair=keypair("another"))),
     "bits": ("damaged", lambda m: m.encode(codec="2-bit")),
@@ -42,19 +43,19 @@ BAD: dict[str, tuple[str, Callable[[StoreMiner], bytes]]] = {
     "serial": ("other-close", lambda m: m.encode(serial=m.world.state.serial + 1)),
     "outer step": ("other-close", lambda m: m.encode(outer_step=7)),
     "start": ("other-start", lambda m: m.encode(start="ab" * 32)),
-    # As editions before 0.3 name chain blocks, in a list.
+    # Editions before 0.3 name chain blocks in this form.
     "chain blocks": ("damaged", lambda m: m.encode(pages=(5117, 5118, 5120))),
     "pages backwards": ("damaged", lambda m: m.encode(pages=(9, 2))),
     "endless pages": ("damaged", lambda m: m.encode(pages=(0, 2**32))),
     "zeros": ("empty", lambda m: m.encode(moved=[torch.zeros_like(t) for t in m.moved])),
     "sign": ("worse", lambda m: m.encode(moved=[-t for t in m.moved])),
     "hundredfold": ("worse", lambda m: m.encode(moved=[100 * t for t in m.moved])),
-    # Text need not show it: the huge values may be those of a word that no text has.
+    # The text may not show it, because the huge values may be those of a word that no text has.
     "huge values": ("worse", lambda m: m.encode(moved=[torch.full_like(t, 1e15) for t in m.moved])),
 }
 
 
-#: Faults that come about while the validator fetches or opens an upload, by its sender's uid.
+#: Errors that are raised while the validator fetches or opens an upload, by the uid of its sender.
 WHILE_READ = {98: IntegrityError("it was replaced again and again"), 99: ZeroDivisionError("odd")}
 
 
@@ -94,7 +95,7 @@ def test_bad_uploads_cost_only_their_senders(
         assert scores[one.uid].published == 0 < scores[3].published
         assert not events[one.uid]["ok"] and events[one.uid]["reason"] == one.reason
         if one.uid in sent:
-            # The larger one is not even fetched.
+            # An upload that is too large is not even fetched, so its digest is unknown.
             found = "" if bad[one.uid] == "larger" else hashlib.sha256(sent[one.uid]).hexdigest()
             assert one.digest == found, bad[one.uid]
 
@@ -112,7 +113,7 @@ def test_bad_uploads_cost_only_their_senders(
 def test_a_claim_of_pages_that_were_not_trained_costs_only_its_sender(
     world: StoreWorld, pages: tuple[int, ...], gains: str
 ) -> None:
-    """A single page may be one that somebody else trained on, so it is none of its own."""
+    """A single page does not count as own text, because another member may have trained on it."""
     for uid in (3, 5, 17):
         world.miners[uid].train()
     world.until_close()
@@ -128,7 +129,7 @@ def test_a_claim_of_pages_that_were_not_trained_costs_only_its_sender(
         assert more[17] == 0
     elif gains == "more":
         assert more[17] > 0
-    else:  # of text that it was not trained on, as chance will have it
+    else:  # the upload was not trained on this text, so its gain there depends on chance
         assert pages[0] <= events[17]["assigned_page"] <= pages[1] - 7
 
 
@@ -150,7 +151,7 @@ def test_of_an_upload_and_its_copy_the_later_is_refused(world: StoreWorld, noise
     assert world.fates(1) == {3: "copy", 5: "merged", 17: "merged"}
     reason = world.manifest(1).refused[0].reason
     assert "a copy of uid 5's upload, whose own text gained more" in reason
-    # What everybody can read by then is refused in the next outer step too.
+    # By then everybody can read the original, so a copy of it is refused later too.
     world.train()
     world.until_close()
     world.miners[3].upload(moved=original)
@@ -212,7 +213,7 @@ def test_text_that_cannot_be_had_is_no_fault_of_an_upload(world: StoreWorld) -> 
 def test_merged_upload_that_is_no_better_scores_zero(world: StoreWorld) -> None:
     world.train()
     generator = torch.Generator().manual_seed(3)
-    # So small that no text tells it from nothing.
+    # The noise is so small that no text can show its effect.
     noise = [1e-5 * torch.randn(t.shape, generator=generator) for t in world.miners[17].moved]
     world.until_close()
     world.miners[3].upload()
@@ -227,10 +228,7 @@ def test_merged_upload_that_is_no_better_scores_zero(world: StoreWorld) -> None:
 
 
 class Bigrams:
-    """A table of logits in the place of the model: as fast as honest members by the hundred need.
-
-    The same interface as :class:`EvaluationModel`.
-    """
+    """Replace :class:`EvaluationModel` by a table of logits, which is much faster."""
 
     WORDS = 24
 
@@ -273,7 +271,7 @@ class Bigrams:
 def trained_upload(
     model: Bigrams, weights: torch.Tensor, seed: int, steps: int, outer_step: int
 ) -> Any:
-    """Return what a member has trained, in the place of its file."""
+    """Return a stand-in for the file of what a member has trained."""
     moved = model.trained(weights, seed, steps)
     header = SimpleNamespace(pages=(0, 7), outer_step=outer_step, serial=outer_step + 1)
     return SimpleNamespace(decode=lambda name, shape: moved, header=header)
@@ -281,7 +279,7 @@ def trained_upload(
 
 @pytest.mark.timeout(600)
 def test_no_honest_upload_is_refused_in_200_rounds() -> None:
-    """Also long after there is nothing to learn, on as little text as is ever judged."""
+    """Judge them on the least text, and long after there is nothing left to learn."""
     model, members = Bigrams(), {3: 3, 5: 3, 17: 1}  # inner steps of each
 
     def text(uid: int, block: int) -> torch.Tensor:
@@ -309,4 +307,4 @@ def test_no_honest_upload_is_refused_in_200_rounds() -> None:
         mean = torch.stack([one.file.decode("table", model.schema[0][1]) for one in accepted])
         weights, momentum = nesterov_sgd(weights, mean.mean(0), momentum, lr=0.7, mu=0.9)
     print(f"{judged_count} honest uploads, {harmful} of them harmful, nearest cosine {nearest:.3f}")
-    assert judged_count == 600 and harmful > 100  # far beyond where they still gain
+    assert judged_count == 600 and harmful > 100  # so training went on long after it helped

@@ -1,4 +1,4 @@
-"""What a close is merged to, and the gate before it is published."""
+"""Test how the uploads of a close are merged, and which merges the held-out loss refuses."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def test_a_codec_from_outside_is_uploaded_judged_merged_and_audited(tmp_path: Pa
     assert not found.problems and found.replayed_from == 0
     uploads = [info for info in world.bucket.list_objects("outer/") if "/uploads/" in info.key]
     values = sum(math.prod(shape) for _, shape in world.schema)
-    assert len(uploads) == 6 and all(info.size > values for info in uploads)  # a byte for each
+    assert len(uploads) == 6 and all(
+        info.size > values for info in uploads
+    )  # each value takes a byte
     # An upload of another codec is refused.
     world.train()
     world.until_close()
@@ -77,7 +79,7 @@ def test_a_long_upload_is_clipped(world: StoreWorld) -> None:
 
 
 def _other(seed: int, count: int = 8) -> torch.Tensor:
-    """Text of another language than the held-out text is of."""
+    """Return text in another language than the held-out text."""
     return VOCABULARY - 1 - sequences(seed, count)
 
 
@@ -96,7 +98,7 @@ def _train_on(miner: StoreMiner, loss_of: Callable[[StoreMiner, int], torch.Tens
 
 
 def test_a_spoiler_is_found_by_the_held_out_text(tmp_path: Path) -> None:
-    """Its upload is good where uploads are judged: that text is of another language."""
+    """Its upload helps on the text that uploads are judged on, which is in another language."""
     world = StoreWorld(tmp_path, uids=(3, 5, 8, 17))
     world.pages = lambda uid, block: _other(seed_of(uid, block))
     for uid in (3, 8, 17):

@@ -121,7 +121,7 @@ def test_the_page_calls_a_miner_finished_that_ended_so(tmp_path: Path) -> None:
 
 
 def test_nothing_starts_a_miner_again_whose_network_is_finished() -> None:
-    """pm2, systemd, Docker and Slurm know the same final exit statuses."""
+    """The files of pm2, systemd, Docker and Slurm name the same final exit statuses."""
     found = {
         "app.config.js": r"stop_exit_codes: \[(2, .*)\]",
         "ops/systemd/distributed-training-miner.service": r"RestartPreventExitStatus=(.*)",

@@ -1,4 +1,4 @@
-"""What an outer step leaves in the store: kills, outages, a second leader, deletion."""
+"""Test the publication of outer steps: kills, outages, a second leader, and deletion."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _bits(world: StoreWorld) -> tuple[str, ...]:
 
 
 def _uploaded(folder: Path, **changes: Any) -> StoreWorld:
-    """A network after one outer step, whose members have uploaded for the second in time."""
+    """Return a network after one outer step, whose members have uploaded for the second one."""
     world = StoreWorld(folder, **changes)
     world.round()
     world.send()
@@ -42,7 +42,10 @@ def _uploaded(folder: Path, **changes: Any) -> StoreWorld:
 def test_a_kill_at_each_write_leaves_the_old_outer_step_or_the_new(
     tmp_path: Path, each: bool
 ) -> None:
-    """The disk stays or is empty after it: ``each`` kill with both, or in turn except the last."""
+    """After a kill, the validator restarts with its disk or with an empty one.
+
+    ``each``: try both after each kill, instead of one of the two in turn.
+    """
     world = _uploaded(tmp_path)
     world.until_late()
     held, folder = dict(world.bucket.objects), tmp_path / "validator"
@@ -85,7 +88,9 @@ def test_a_kill_at_each_write_leaves_the_old_outer_step_or_the_new(
         assert world.validator.state.outer_step == world.state.outer_step == 1 + published
         standings = world.validator.standings
         scores = {uid: entry.published for uid, entry in standings.present().items()}
-        assert scores == world.manifest(1 + published).scores  # of what nobody saw none count
+        assert (
+            scores == world.manifest(1 + published).scores
+        )  # no score of an unpublished step counts
         assert empty_disk or standings.successful_rounds == 1 + published
         world.tick()
         assert world.state.outer_step == 2
@@ -97,7 +102,7 @@ def test_a_kill_at_each_write_leaves_the_old_outer_step_or_the_new(
 
 
 def test_the_score_of_a_uids_second_owner_comes_back(world: StoreWorld, tmp_path: Path) -> None:
-    """The history has another hotkey for it, whose upload was refused."""
+    """In the history the uid has another hotkey, whose upload was refused."""
     world.miners[3].upload = lambda: StoreMiner.upload(world.miners[3], b"damaged")  # type: ignore
     world.round()
     assert world.fates(1)[3] == "damaged"
@@ -112,7 +117,7 @@ def test_the_score_of_a_uids_second_owner_comes_back(world: StoreWorld, tmp_path
 
 
 def test_of_one_outer_step_there_is_one_manifest(world: StoreWorld) -> None:
-    """Also where the other leader came between a look at the state and its publication."""
+    """Another leader may publish after this one has checked the state."""
     world.round()
     with pytest.raises(AnotherLeadsError, match="published by another process"):
         world.validator.steps.publish(world.manifest(1), b"another")
@@ -121,7 +126,7 @@ def test_of_one_outer_step_there_is_one_manifest(world: StoreWorld) -> None:
 def test_a_bucket_that_was_emptied_does_not_begin_again(world: StoreWorld) -> None:
     world.round()
     world.bucket.objects.clear()
-    shutil.rmtree(world.folder / "validator" / "global" / "signed")  # as of an older version
+    shutil.rmtree(world.folder / "validator" / "global" / "signed")  # an older version had none
     with pytest.raises(GlobalStateError, match="restore the bucket"):
         world.restart()
 
@@ -151,7 +156,7 @@ def test_past_objects_are_deleted_and_the_rest_leads_to_the_head(tmp_path: Path)
         keys.merged_key(n, one.uid)
         for n in (4, 5, 6)
         for one in world.manifest(n).merged
-        if one.factor  # the file of an upload that is carried over is needed by nobody
+        if one.factor  # nobody needs the file of an upload that is carried over
     }
     assert len(merged) >= 6
     assert {k for k in kept if "/uploads/" in k} == merged
@@ -189,7 +194,7 @@ def test_a_state_whose_answer_was_lost_shares_its_serial_with_no_other(
 def test_manifests_that_no_state_names_are_gone_on_from(world: StoreWorld) -> None:
     world.round()
     before = world.bucket.objects[keys.STATE]
-    for _ in range(2):  # as a rewind that was killed leaves them behind a publication that was
+    for _ in range(2):  # as if a publication and then a rewind were killed before the state
         world.round()
     world.bucket.objects[keys.STATE] = before
     world.restarted()

@@ -1,4 +1,4 @@
-"""The model that comes out: a folder that transformers loads, all or nothing."""
+"""Test dt-export: it writes a folder that transformers loads, or nothing at all."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def place_of(model: dict[str, Any], tmp_path: Path, weights: list[torch.Tensor])
 
 @pytest.fixture
 def state(tmp_path: Path) -> Path:
-    """A validator's run folder after outer step 3."""
+    """Return a validator's run folder after outer step 3."""
     content = content_with_tokenizer(tmp_path / "tokenizer")
     for step in (2, 3):
         folder = tmp_path / "validator" / "global" / f"epoch-{step}"
         folder.mkdir(parents=True)
-        extras = {"total_inner_steps": 5}  # of an earlier edition
+        extras = {"total_inner_steps": 5}  # an earlier edition wrote this too
         (folder / "config.json").write_text(json.dumps(content | extras))
         weights = initial_weights(content, seed=step)
         named = {n: w for (n, _), w in zip(parameter_schema(content), weights, strict=True)}
@@ -87,7 +87,7 @@ def test_transformers_loads_the_newest_state(state: Path, tmp_path: Path, capsys
     wanted = initial_weights(content, seed=3)
     for (name, _), weight in zip(parameter_schema(content), wanted, strict=True):
         assert torch.equal(loaded[name], weight)
-    assert export.main(words) == 2  # the folder is there already
+    assert export.main(words) == 2  # because the folder exists
     assert "already exists" in capsys.readouterr().err
 
 
@@ -129,7 +129,7 @@ def test_an_export_holds_the_frozen_tensors_too(tmp_path: Path, capsys) -> None:
     rules |= {"model.frozen": list_files(base, published)}
     rules |= {"exchange": "store", "model.trainable_parameters": sum(w.numel() for w in weights)}
     words = [str(tmp_path / "model"), "--from", str(state), "--network", "local"]
-    assert export.main(words) == 1  # the file that comes with the program freezes none
+    assert export.main(words) == 1  # the built-in file freezes no tensor
     assert "only the network's file names that part" in capsys.readouterr().err
     assert export.main([*words, "--network", network_file(tmp_path, rules)]) == 0
     assert json.loads((tmp_path / "model" / "config.json").read_text()) == content
@@ -200,14 +200,14 @@ def test_adapters_are_loaded_as_their_card_says(
 
 
 def rewritten(folder: Path, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    """Save the weights of a folder with another tensor in one place, or without it."""
+    """Save the weights in a folder again, with one tensor changed or left out."""
     tensors = load_file(folder / keys.MODEL)
     changed = change(tensors.pop(NAME))
     more = {} if changed is None else {NAME: changed}
     save_file(tensors | more, folder / keys.MODEL, {"format": "pt"})
 
 
-#: What happens to the folder of outer step 3, and what an export of it says.
+#: By name: how the folder of outer step 3 is damaged, and a part of the resulting error.
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "nan": (lambda at: rewritten(at, lambda t: t.fill_(math.nan)), "not finite"),
     "beyond float32": (lambda at: rewritten(at, lambda t: t.double().fill_(1e300)), "not finite"),

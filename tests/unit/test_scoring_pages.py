@@ -75,7 +75,7 @@ def test_sequences_come_in_pairs(tokens: int, count: int) -> None:
 def test_a_miner_and_the_validator_draw_the_same_pages(
     tmp_path: Path, tokenizer: tuple[Path, int], world_size: int
 ) -> None:
-    """The shared file decides the pages; the ranks read them in a row, and no held-out page."""
+    """The network's file decides the pages. The ranks read each page once, and no held-out page."""
     rules = {"exchange": "store", "data.selection": 2, "data.pages_per_block": 3,
              "data.rows_per_page": 20, "data.rows": 1400, "data.held_out_pages": 5}  # fmt: skip
     file = network_file(tmp_path, rules)

@@ -1,4 +1,4 @@
-"""The verdicts and whole weights of a store network, as anybody may read them."""
+"""Test how anybody reads the verdicts and the whole weights of a store network."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEYS = {"R2_WRITE_ACCESS_KEY_ID": "k", "R2_WRITE_SECRET_ACCESS_KEY": "s"}
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
-    """The network's; its bucket is a folder."""
+    """Return the file of a network whose bucket is a folder."""
     (tmp_path / "local").mkdir()
     rules = {"exchange": "store", "store.endpoint": f"folder://{tmp_path}"}
     return network_file(tmp_path / "network", rules, signer=ALICE)

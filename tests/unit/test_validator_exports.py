@@ -1,4 +1,4 @@
-"""Exports of every n-th outer step's model, and the founder's command on it, during rounds."""
+"""Test the export of every n-th outer step, and the founder's command that evaluates it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(180)
 
 
 class Lab:
-    """Exports of a run folder, whose folders are empty ones. ``command`` is a script of Python."""
+    """Run the exports of a run folder with empty folders in place of models."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.events = folder, list[dict[str, Any]]()
@@ -218,7 +218,7 @@ def test_a_command_that_cannot_run_is_refused_at_the_start(flags: list[str], wor
 
 @pytest.mark.timeout(420)
 def test_a_validators_own_model_is_exported_and_looked_at(tmp_path: Path) -> None:
-    """The real program exports it from the run folder after a real round."""
+    """The real program exports the model from the run folder after a real round."""
     look = tmp_path / "look.py"
     look.write_text(
         "import sys, json\nfrom safetensors import safe_open\n"
@@ -233,7 +233,7 @@ def test_a_validators_own_model_is_exported_and_looked_at(tmp_path: Path) -> Non
     assert world.round().outer_step == 1
     wait_for(
         lambda: bool(world.events.of("export")), "the export", 390, every=0.5
-    )  # its programs have a low priority
+    )  # it takes long, because its programs have a low priority
     (event,) = world.events.of("export")
     assert event["ok"], event
     assert event["results"] == {"tensors": len(world.validator.state.weights), "step": 1}

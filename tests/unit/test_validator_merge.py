@@ -1,4 +1,4 @@
-"""The merge of a close: its bits on each processor, what it clips, what it loses, who spoils it."""
+"""Test the merge of a close: equal bits on each processor, clipping, weights and spoilers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def open_update(folder: Path, outer_step: int) -> UpdateFile:
 
 @pytest.mark.parametrize("divisor", [None, 2.7])
 def test_merge_is_that_of_plain_numpy(divisor: float | None, tmp_path: Path) -> None:
-    """float32, an operation after the other: numpy has no fused ones."""
+    """Each operation is rounded to float32 separately, because numpy has no fused operations."""
     states = merge_steps(tmp_path, divisor=divisor)
     lr, mu = np.float32(RULE.learning_rate), np.float32(RULE.mu)
     n = np.float32(divisor or len(FACTORS))
@@ -118,7 +118,7 @@ def digests(folder: Path) -> str:
 
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_the_bits_do_not_depend_on_the_processor(capability: str, tmp_path: Path) -> None:
-    """Neither those of a merge nor those of a file: each is torch's choice on another machine."""
+    """Test the bits of a merge and of a file: torch chooses its kernels by the processor."""
     (tmp_path / "here").mkdir()
     found = subprocess.run(
         [sys.executable, "-m", "tests.unit.test_validator_merge", str(tmp_path)],
@@ -168,7 +168,7 @@ FACTS = [UploadFacts(10 + n, 1.0 + n, n / 7 - 0.1) for n in range(len(FACTORS))]
 def test_a_rule_merges_the_members_rows(
     own: Merge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gets each upload's clipped rows and facts, in blocks that hold bounded memory."""
+    """The rule gets each upload's clipped rows and facts, in blocks that need little memory."""
     largest = 0
 
     def watched(rows: Tensor, facts: Sequence[UploadFacts]) -> Tensor:
@@ -212,7 +212,7 @@ def test_norm_is_that_of_all_values(tmp_path: Path) -> None:
 
 
 def closes(*chain: Sequence[tuple[float, float]]) -> list[Any]:
-    """Return manifests of outer steps, each of uploads with (norm, gain)."""
+    """Return the manifests of outer steps, each given by the (norm, gain) of its uploads."""
     return [
         SimpleNamespace(
             merged=[
@@ -225,7 +225,7 @@ def closes(*chain: Sequence[tuple[float, float]]) -> list[Any]:
 
 
 def found(*uploads: tuple[float, float], chance: float = 0.01) -> list[Measured]:
-    """Return uploads of (norm, gain) as the judge has measured them."""
+    """Return the judge's measurements of uploads, each given by its (norm, gain)."""
     return [Measured(norm, gain, chance) for norm, gain in uploads]
 
 
@@ -236,9 +236,9 @@ def found(*uploads: tuple[float, float], chance: float = 0.01) -> list[Measured]
         (found((1, 1), (8, 1)), [], [1.0, 0.25]),
         (found((1, 1), (2, 1), (3, 1)), [], [1.0, 1.0, 1.0]),
         (found((1, 1), (2, 1), (16, 1)), [], [1.0, 1.0, 0.25]),
-        # What helped before bounds them.
+        # The norms of uploads that helped before limit them.
         (found((8, 1), (8, 1)), [[(1, 1), (1, 1)]] * 2, [0.25, 0.25]),
-        # Noise has no effect on what is usual, and is carried over; so is what is too short.
+        # Noise does not change the usual norm, and is carried over, as are very short uploads.
         (found((1, 1), (1, 1), (50, 0.009), (50, -1)), [], [1.0, 1.0, 0.0, 0.0]),
         (found((1, 1), (1, 1), (1e-3, 1e-3), chance=1e-6), [], [1.0, 1.0, 0.0]),
         (found((1, 1), (1e-3, 1e-3), chance=1e-6), [], [1.0, 0.0]),
@@ -260,13 +260,13 @@ def test_which_uploads_are_merged_and_how_they_are_clipped(
         (found((1, 1)), 1.0),
         (found((1, 1), (1, 0.5)), 1.5),
         (found((1, 1), (1, 3)), 4 / 3),
-        # Training under noise that gains two fifths: the outer step keeps its length.
+        # Uploads under noise gain two fifths as much, and the outer step keeps its length.
         (found(*[(1, 1)] * 4, *[(2, 0.4)] * 3), 5.2),
-        # Two fifths of an upload gain more than two fifths, and count as that.
+        # Two fifths of an upload gain more than two fifths as much, but count as two fifths.
         (found(*[(1, 1)] * 4, *[(0.4, 0.5)] * 3), 5.2),
-        # Whoever is far too long is clipped, and makes no other count less.
+        # Uploads that are far too long are clipped, and do not make the others count less.
         (found((1, 1), (1, 1), (1000, 1), (1000, 1)), 4.0),
-        # What is carried over does not count, and whoever gains more counts once.
+        # An upload that is carried over does not count, and one that gains more counts once.
         (found(*[(1, 1)] * 4, (1, 0.1), (1, -1), (1, 9)), 5.0),
         # Too few help, and all are merged.
         (found((1, 1), (1, 0), (1, 0)), 3.0),
@@ -285,7 +285,7 @@ def test_an_upload_that_gains_less_by_chance_counts_whole() -> None:
 @pytest.mark.parametrize("clones", [1, 2, 3, 6])
 @pytest.mark.parametrize("few", [False, True], ids=["they help", "too few help"])
 def test_uploads_that_are_alike_share_the_weight_of_one(clones: int, few: bool) -> None:
-    """Of four members one is imitated: all together count as it did, and so do the others."""
+    """One of four members is imitated. It and its imitators together count as one upload."""
     honest = found((1, 1), (1, 1), (0.9, 1), (1, 1), chance=2.0 if few else 0.01)
     alike = [honest[0]._replace(share=1 / (clones + 1))] * (clones + 1)
     alone, factors = merge_factors(honest, []), merge_factors([*alike, *honest[1:]], [])
@@ -295,7 +295,9 @@ def test_uploads_that_are_alike_share_the_weight_of_one(clones: int, few: bool) 
     assert factors[clones + 1 :] == pytest.approx(alone[1:])
 
 
-GAINS = st.floats(0.3, 1.0)  # of honest members at one close; twice as much as others is usual
+GAINS = st.floats(
+    0.3, 1.0
+)  # gains of honest members at a close, which often differ by a factor of 2
 
 
 @given(
@@ -354,7 +356,7 @@ def test_short_uploads_at_the_first_close_are_forgotten(
     chain: list[Any] = []
     for n in range(4):
         norms = [norm] * short + [1.0] * (members - short) if n == 0 else [1.0] * members
-        # A linear effect: whatever is a thousandth as long gains a thousandth, and surely.
+        # The gain grows with the norm, and chance explains almost none of it.
         uploads = [Measured(each, 0.1 * each, min(0.01 * each, 1e-7)) for each in norms]
         factors = merge_factors(uploads, chain)
         if n:
@@ -406,7 +408,7 @@ def test_the_schedule_moves_by_what_the_last_rates_allow(
     steps = count_steps(uploads, chain, chain[-1].closed_at + seconds, 10**6)
     rates = [each / 600 for each in past[1:]][-10:]
     assert round(min(rates) * seconds / 4) - 1 <= steps <= round(max(rates) * seconds * 4) + 1
-    # Nobody's claims count whose upload does not help.
+    # The claims of members whose uploads do not help have no effect.
     liars = [(Measured(1.0, 0.0, 0.01), claim) for claim in claims]
     honest = [(Measured(1.0, 0.1, 0.01), past[-1])] * len(claims)
     at = chain[-1].closed_at + 600

@@ -1,4 +1,4 @@
-"""The validator put together from a configuration, with twins for what lies outside of it."""
+"""Test the validator's program, with a chain and a store in memory."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("own_logging")]
 
 @pytest.fixture
 def world(tmp_path: Path) -> StoreWorld:
-    """Nothing is published in it."""
+    """Return a network in which nothing is published yet."""
     return StoreWorld(tmp_path / "unused", begun=False)
 
 
 def run(world: StoreWorld, config: Config) -> int:
-    """The program with twins for what it would connect to."""
+    """Run the program with the chain and the store of ``world``; return its exit status."""
     return program.run_validator(config, connect=lambda *_: world.parts())
 
 
@@ -57,7 +57,7 @@ def _config(tmp_path: Path, *flags: str, **model: Any) -> Config:
 
 
 def test_a_global_bucket_of_another_founder_is_not_changed() -> None:
-    """Two founders of one name on one store."""
+    """Two founders chose the same name on the same store."""
     store: Any = MemoryObjectStore("lab")
 
     def network(master: str) -> Any:
@@ -66,7 +66,9 @@ def test_a_global_bucket_of_another_founder_is_not_changed() -> None:
         return SimpleNamespace(head=head, values=values, rules_id="aa")
 
     claim_global_bucket(store, network("first"))
-    claim_global_bucket(store, network("first"))  # a restart, or other rules of the same founder
+    claim_global_bucket(
+        store, network("first")
+    )  # as after a restart, or with new rules by the same founder
     before = store.get(keys.NETWORK, limit=999)
     with pytest.raises(WrongPlace, match=r"bucket lab is another network's .* first, not") as end:
         claim_global_bucket(store, network("second"))
@@ -158,7 +160,7 @@ def test_cuda_without_a_gpu_is_said_plainly() -> None:
 def test_a_wallet_whose_disk_is_late_leaves_the_start_to_pm2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Status 2 would leave the validator down after the mount is there."""
+    """With status 2, pm2 would not start the validator again once the disk is mounted."""
     from distributed_training.validator.__main__ import main
 
     monkeypatch.chdir(tmp_path)
@@ -205,7 +207,7 @@ with mock.patch("distributed_training.config.load_config"):
 
 
 def test_a_validator_starts_again_in_the_place_of_its_process(tmp_path: Path) -> None:
-    """To pm2, systemd and dt-network run it has neither ended nor failed."""
+    """So pm2, systemd and dt-network run see neither an exit nor a failure."""
     program, marks = tmp_path / "again.py", tmp_path / "marks"
     program.write_text(AGAIN)
     words = [sys.executable, str(program), str(marks)]

@@ -1,4 +1,4 @@
-"""The chain in a bucket: what is computed again from it, and what is found not to fit."""
+"""Test how outer steps are computed again from a bucket, and how an audit names faults."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Oute
 
 @pytest.fixture
 def bucket(published: tuple[Path, list[OuterState]], tmp_path: Path) -> Path:
-    """Return a copy, to be damaged."""
+    """Return a copy of the bucket, which a test may damage."""
     return shutil.copytree(published[0], tmp_path / "bucket")
 
 
@@ -62,12 +62,14 @@ def test_an_empty_disk_continues_bit_for_bit(
 ) -> None:
     bucket, states = published
     chain = open_chain(bucket, tmp_path)
-    left = tmp_path / keys.outer_key(3, ".model.safetensors.part")  # of a start that was killed
+    left = tmp_path / keys.outer_key(
+        3, ".model.safetensors.part"
+    )  # left by a start that was killed
     left.parent.mkdir(parents=True)
     left.touch()
     found = chain.replay(chain.state(), to)
     assert_same(found, states[STEPS if to is None else to])
-    # Nothing that was downloaded stays.
+    # All downloaded files are deleted.
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -75,7 +77,7 @@ def test_an_empty_disk_continues_bit_for_bit(
 def test_an_audit_repeats_the_merge_of_a_rule(
     own: Merge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its facts come from the manifests; a rule that is another one by now is noticed."""
+    """The facts come from the manifests. If the rule was changed since, the audit notices it."""
     monkeypatch.setitem(OUTER_RULES._made, "own", OuterRule(nesterov_sgd, merge=own))
     publish_chain(tmp_path / "bucket", 5, rule=Rule("own", 0.7, 0.9))
     found = open_chain(tmp_path / "bucket", tmp_path / "audit").audit()
@@ -139,7 +141,7 @@ def flip(path: Path, place: int, bit: int = 0) -> None:
 def test_a_flipped_byte_of_each_object_is_found_and_named(
     bucket: Path, tmp_path: Path, place: int | str
 ) -> None:
-    """All files of the outer steps have one at once, and each file is named."""
+    """A byte is flipped in all files of the outer steps at once, and the audit names each file."""
     drawn = random.Random(45)
     flipped = [key for key in objects(bucket) if not key.endswith(".json")] + [
         keys.outer_key(step, keys.CONFIG) for step in (4, 8)
@@ -148,7 +150,7 @@ def test_a_flipped_byte_of_each_object_is_found_and_named(
         size = (bucket / key).stat().st_size
         flip(bucket / key, drawn.randrange(size) if isinstance(place, str) else place)
     found = open_chain(bucket, tmp_path / "downloads").audit()
-    # Of a set the first file that does not fit.
+    # Of a set of whole weights, only the first wrong file is named.
     sets = {key for key in flipped if key.startswith(("outer/4/", "outer/8/")) and "up" not in key}
     named = [problem.split(" ")[0] for problem in found.problems]
     assert len(named) == len({*named}) and {*flipped} - sets <= {*named} <= {*flipped}
@@ -195,7 +197,7 @@ def test_an_audit_says_from_where_it_can_replay(
 
 
 def resign(bucket: Path, step: int, change: Callable[[Manifest], dict[str, Any]]) -> None:
-    """Write a manifest, and all after it, as a master who wants to deceive would."""
+    """Change a manifest and sign it and all later ones again, as a deceitful master would."""
     chain = [manifest_of(bucket, n) for n in range(STEPS + 1)]
     for n in range(step, STEPS + 1):
         changes = change(chain[n]) if n == step else {}
@@ -207,7 +209,7 @@ def resign(bucket: Path, step: int, change: Callable[[Manifest], dict[str, Any]]
 
 
 def other_upload(bucket: Path, manifest: Manifest) -> dict[str, Any]:
-    """Return what names another upload than the merged one, of the right form."""
+    """Replace a merged upload by another valid one, and return the manifest's changes for it."""
     path = bucket / keys.merged_key(manifest.outer_step, 5)
     path.unlink()
     start = manifest_of(bucket, manifest.outer_step - 1).weights
@@ -227,7 +229,7 @@ def with_first(manifest: Manifest, **changes: Any) -> tuple[Any, ...]:
 
 
 def test_another_history_is_named(bucket: Path, tmp_path: Path) -> None:
-    """One manifest of a second history, signed by the same master."""
+    """One manifest belongs to a second history that the same master has signed."""
     manifest = manifest_of(bucket, 5)
     other = dataclasses.replace(manifest, made_at=manifest.made_at + 1)
     (bucket / keys.outer_key(5, keys.MANIFEST)).write_bytes(other.to_bytes(sign))
@@ -240,7 +242,7 @@ def test_another_history_is_named(bucket: Path, tmp_path: Path) -> None:
     assert found.replayed_from is None
 
 
-#: Changes of one field by the master, or a thief of its key, who signs all manifests since again.
+#: Changes of one field by the master or a thief of its key, who signs later manifests again.
 RESIGNED: dict[str, Callable[[Manifest], dict[str, Any]]] = {
     "steps go back": lambda m: {"total_inner_steps": m.total_inner_steps - 31},
     "tokens go back": lambda m: {"total_tokens": 10**9},

@@ -1,4 +1,4 @@
-"""Scores and standings: what the judge's measurements come to, and what a restart keeps."""
+"""Test how scores follow from the judge's measurements, and what a restart keeps of them."""
 
 from __future__ import annotations
 

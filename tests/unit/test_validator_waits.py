@@ -1,4 +1,4 @@
-"""The validator of a store network waits for nobody without an end."""
+"""Test that every wait of the validator for members, stores and texts ends."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from tests.tools.validator_world import one_thread  # noqa: F401
 pytestmark = pytest.mark.timeout(120)
 
 UIDS = (3, 5, 17)
-_PATIENCE = 3.0  # seconds that an upload has to come; on a busy machine a sound one takes one
+_PATIENCE = 3.0  # seconds that fetching an upload may take; on a busy machine it takes a second
 _hung = threading.Event()
 
 
 @pytest.fixture(autouse=True)
 def ends() -> Iterator[None]:
-    """Let what hangs end with its test."""
+    """End the hanging calls of a test together with the test."""
     _hung.clear()
     yield
     _hung.set()
@@ -51,7 +51,7 @@ def _fail(error: BaseException) -> Callable[[], None]:
     return fail
 
 
-#: By its name: what happens to each range of an upload that is read.
+#: By name: what happens whenever a range of an upload is read.
 FAULTS: dict[str, Callable[[], Any]] = {
     "refused": _fail(AccessDeniedError("the store answered 403 AccessDenied")),
     "archived": _fail(StoreError("the store answered 403 InvalidObjectState")),
@@ -99,7 +99,7 @@ def test_uploads_that_do_not_come_cost_only_their_members(
     assert world.state.outer_step == 0, "the grace is not over"
     assert set(world.validator._close.accepted) == set(rest)  # type: ignore[union-attr]
     world.end(2)
-    if not rest:  # half a period is better spent than a whole one
+    if not rest:  # then the round waits half a period longer before the close moves
         assert world.state.serial == 1
         world.clock.ahead += PERIOD / 2
         world.tick(2)
@@ -144,7 +144,7 @@ def test_a_disk_with_room_for_two_uploads_takes_the_most_trusted(
         if key == world.miners[5].key:
             path.with_name(f".{path.name}.part").write_bytes(b"a part of it")
             raise NoRoomError(f"no room to download {key}")
-        others.wait(20)  # they come at once
+        others.wait(20)  # both are fetched at the same time
         return real(self, key, path, **how)
 
     monkeypatch.setattr(BucketReader, "download", download)
@@ -198,7 +198,7 @@ def test_a_block_without_enough_text_is_left_out(tmp_path: Path, short: str) -> 
     (event,) = (e for e in world.events.of("upload_scored") if e["uid"] == 17)
     assert ("assigned_page" in event) == (short != "all")
     assert event["random_page"] == JUDGED_PAGES * ("random" in short)
-    if short == "all":  # which says nothing of its assigned text
+    if short == "all":  # then nothing was measured on assigned text
         assert world.validator.standings.board.assigned_score(17) == 0.0
 
 
@@ -288,7 +288,7 @@ def test_a_fetch_of_an_earlier_close_does_not_write_into_the_next(tmp_path: Path
     _spoil(world, (), FAULTS["hangs"])
     world.send()
     world.until_late()
-    _hung.set()  # now the first one's fetch ends
+    _hung.set()  # now the fetch for the first close ends
     world.tick(2)
     assert set(world.fates(2).values()) == {"merged"}
     assert keys.merged_key(2, 5) in world.bucket.objects
