@@ -34,7 +34,7 @@ def _read_kind() -> None:
 
 
 class Runner(hivemind_peer.Runner):
-    """Sends or returns what ``kind`` says."""
+    """A runner that sends or returns what ``kind`` says."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)

@@ -29,7 +29,7 @@ async def _first(stream: Any) -> str:
         async for message in stream:
             code = getattr(message, "code", None)
             return "data" if code is None else str(averaging_pb2.MessageCode.Name(code))
-    except Exception as error:  # noqa: BLE001 - whatever the peer raises
+    except Exception as error:  # noqa: BLE001 - the peer may raise anything
         return type(error).__name__
     return "nothing"
 

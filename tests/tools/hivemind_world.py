@@ -132,7 +132,7 @@ class HivemindWorld(StoreWorld):
     def average_round(self, *, silent: Sequence[int] = ()) -> Manifest:
         """Let all members train, upload and average, and let the validator end the round.
 
-        ``silent``: members that upload and do not average.
+        ``silent``: members that upload, but do not average.
         """
         before = self.state.outer_step
         self.train()

@@ -1,4 +1,4 @@
-"""Uploads, updates and whole chains of a small schema, drawn, without a model."""
+"""Make uploads, updates and whole chains of a small schema from random values."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from distributed_training.validator.replay import ManifestChain, write_set
 
 RUN_ID = "0123456789ab"
 MASTER = "5GrwvaEF5zXb26Fz9rcQpDWS57CtERHpNehXCPcNoHGKutQY"
-#: The (uid, outer step) of an upload that a bucket here has carried over.
+#: The (uid, outer step) of the upload that :func:`publish_chain` carries over.
 CARRIED = (2, 5)
 Schema = list[tuple[str, tuple[int, ...]]]
-#: Whole groups and short ones, a vector that is longer than a group, a scalar.
+#: The shapes have whole and short groups of values, a vector longer than a group, and a scalar.
 SCHEMA: Schema = [("a", (3, 300)), ("b", (257,)), ("c", (2, 2, 130)), ("d", ())]
 
 
 def drawn(seed: int, scale: float = 1.0) -> list[Tensor]:
     """Return tensors of the schema, with the same bits on each processor."""
-    # Whole numbers: what randn draws depends on the processor.
+    # Draw whole numbers, because the values of randn depend on the processor.
     generator = torch.Generator().manual_seed(seed)
     limit = 2**20
     return [
@@ -57,7 +57,7 @@ def hotkey_of(uid: int) -> str:
 
 
 def sign(message: bytes) -> bytes:
-    return message[-64:]  # the digest in it: whoever flips a bit has another one
+    return message[-64:]  # the digest in the message, which changes with each bit
 
 
 def verify(message: bytes, signature: bytes, hotkey: str) -> bool:
@@ -94,7 +94,7 @@ def write_file(
 
 
 def manifest_after(chain: Sequence[Manifest], **changes: Any) -> Manifest:
-    """Return the manifest that follows those of ``chain``, of an outer step that merged nothing."""
+    """Return the manifest that follows ``chain``; it merges nothing unless ``changes`` say so."""
     values: dict[str, Any] = {
         "run_id": RUN_ID,
         "rules_id": "rules",
@@ -123,7 +123,7 @@ def publish_chain(
     uids: tuple[int, ...] = (2, 5, 10),
     rule: Rule = Rule("nesterov", 0.7, 0.9),
 ) -> list[OuterState]:
-    """Write a bucket as a validator has published it; return the state of each outer step."""
+    """Write a bucket as a validator would; return the state of each outer step."""
     states = [OuterState(drawn(1000))]
     chain: list[Manifest] = []
     at: list[int] = []
@@ -139,7 +139,7 @@ def publish_chain(
                 path = folder / f"uploads/{uid}.safetensors"
                 files.append(write_file(path, drawn(100 * step + uid, size), upload))
             norms = [norm_of(file) for file in files]
-            # One is carried over in one outer step, so nobody can read its upload.
+            # One upload is carried over, so nobody can read it.
             gains = [0.0 if (uid, step) == CARRIED else uid / 9 for uid in uids]
             found = [Measured(n, gain, 0.0) for n, gain in zip(norms, gains, strict=True)]
             factors = merge_factors(found, chain)
@@ -185,7 +185,8 @@ def publish_chain(
         )
         (folder / keys.MANIFEST).write_bytes(manifest.to_bytes(sign))
         chain.append(manifest)
-    # As a validator deletes: two sets stay, the updates since the older, the last uploads.
+    # Delete what a validator deletes. Two sets of whole weights stay, the updates since the older
+    # set, and the last uploads.
     for step in range(steps + 1):
         folder = bucket / "outer" / str(step)
         old = step < at[-2] if len(at) > 1 else False

@@ -153,7 +153,7 @@ class Leader:
         return manifest
 
     def take_outer_step(self, *, whole: bool = False, **changes: Any) -> Manifest:
-        """Merge, publish, and open the next close."""
+        """Publish the next outer step and a state that names its close."""
         manifest = self.publish_manifest(whole=whole, **changes)
         self.move_close()
         return manifest

@@ -1,4 +1,4 @@
-"""A store network in memory: the real validator, and miners that train in its process."""
+"""Run a store network in memory: the real validator, and miners that train in its process."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class StoreMiner:
         bucket.put(self.key, self.encode(**changes) if data is None else data)
 
     def apply(self) -> None:
-        """Apply all updates up to the head, each checked as members do."""
+        """Apply all updates up to the head, and check each one as members do."""
         world = self.world
         while self.outer_step < world.state.outer_step:
             n = self.outer_step + 1
@@ -193,10 +193,10 @@ class StoreMiner:
 
 
 class StoreWorld:
-    """Everything around one validator of a store network; ``restart`` makes a new one.
+    """Everything around the validator of a store network; ``restart`` makes a new validator.
 
-    ``own``: each member has a bucket of its own; ``begun``: a validator has started; ``change``:
-    gives another configuration.
+    ``own``: whether each member has a bucket of its own. ``begun``: whether to start a validator.
+    ``change`` gets the configuration, and returns the one to use.
     """
 
     def __init__(

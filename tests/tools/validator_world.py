@@ -1,4 +1,4 @@
-"""The small model, text and configuration of the validator's tests."""
+"""Provide the small model, the text and the configuration of the validator's tests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODEL_CONFIG: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Any:
-    """The model is too small to share out, and on a busy machine threads wait for each other."""
+    """Use one thread, because on a busy machine the threads of so small a model only wait."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -44,8 +44,7 @@ def one_thread() -> Any:
 
 
 def sequences(seed: int, count: int = 8) -> Tensor:
-    """Text with a rule that can be learned (the next word follows from the last), and some noise
-    of its own for each seed."""
+    """Return text in which the next word follows from the last one, with noise from ``seed``."""
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(VOCABULARY, (count, LENGTH), generator=generator)
     noise = torch.rand(count, LENGTH, generator=generator) < 0.1
@@ -80,7 +79,7 @@ class Events:
 
 
 def config_of(folder: Path, *flags: str, signer: Any = ALICE, **model: Any) -> Config:
-    """A validator's, for the small model above, or for one that is changed by ``model``."""
+    """Return a validator's configuration for the small model, with the changes in ``model``."""
     rules = RULES | {"model.config": MODEL_CONFIG | model}
     words = {
         "neuron.run_folder": str(folder),
