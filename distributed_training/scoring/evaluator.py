@@ -86,7 +86,7 @@ BATCH = 2  # the number of sequences of a text is a multiple of this
 
 
 class DataUnavailable(RuntimeError):
-    """Pages, or this machine's memory, are unavailable now; says nothing about the upload."""
+    """Text or this machine's memory is unavailable now, which says nothing about the upload."""
 
 
 class ShortText(DataUnavailable):
@@ -128,7 +128,7 @@ def pages_of(config: Config, tokenizer_path: Path, eos_id: int) -> Pages:
 
 @dataclass(frozen=True)
 class PageReader:
-    """Reads the text of ``(uid, block)`` for the evaluator, as the miner with that uid reads it.
+    """Read the text of ``(uid, block)`` for the evaluator, as the miner with that uid reads it.
 
     Args:
         source: Has the rows of the data set.
@@ -152,7 +152,7 @@ class PageReader:
     rows_per_page: int
     max_length: int
     draw_pages: PageDraw
-    patience: timedelta = timedelta(minutes=5)  # time limit of a block without its last page
+    patience: timedelta = timedelta(minutes=5)
 
     def __call__(self, uid: int, block: int) -> Tensor:
         """Return the text of a block as int64 ``(n, sequence_length)``.
@@ -358,23 +358,23 @@ class Comparison:
 
     @property
     def losses(self) -> tuple[float, float]:
-        """(before, after): the means that validators score."""
+        """The mean losses before and after the upload, which validators score."""
         return fmean(self.before), fmean(self.after)
 
     @property
     def relative(self) -> float:
-        """(before - after) / before."""
+        """The improvement as a fraction of the loss before the upload."""
         return relative_improvement(*self.losses)
 
     @property
     def absolute(self) -> float:
-        """Before - after, in nats per predicted token."""
+        """The improvement in nats per predicted token."""
         before, after = self.losses
         return before - after
 
     @property
     def error(self) -> float:
-        """Standard error of ``absolute``, from its spread over sequences.
+        """The standard error of ``absolute``, from its spread over sequences.
 
         It is inf for fewer than two sequences. Texts of one page resemble each other, so the true
         error is somewhat larger.
@@ -471,7 +471,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Judges uploads against the global weights of one outer step.
+    """Judge uploads against the global weights of one outer step.
 
     Args:
         model: Computes the losses.
@@ -538,7 +538,7 @@ class Evaluator:
             # A few tokenizers have words outside their model's vocabulary. Such a word makes one
             # text unusable, but must not affect the scores.
             raise DataUnavailable(str(error)) from None
-        # The fault lies with the rows or this machine: the upload has not been read yet.
+        # The cause is the text or this machine, because the upload has not been read yet.
         except Exception as error:
             raise DataUnavailable(f"its text cannot be measured: {in_a_line(error)}") from error
         # Scores follow from both losses, and a loss that is not finite would spoil the scores of

@@ -107,7 +107,7 @@ class SignedChain:
 
 
 def show(config: Config, options: argparse.Namespace) -> int:
-    """Print the newest verdicts, once or again and again; return the exit status.
+    """Print the newest verdicts, once or repeatedly; return the exit status.
 
     Raises ConfigError.
     """

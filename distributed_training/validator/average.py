@@ -45,7 +45,7 @@ _ALIKE = 0.01  # largest norm of the difference from the merge, as a fraction of
 
 
 class AveragingValidator(StoreValidator):
-    """Leads the rounds of a network over hivemind."""
+    """A validator that leads the rounds of a network over hivemind."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,8 +76,8 @@ class AveragingValidator(StoreValidator):
         hotkeys = [miner.hotkey for miner in miners if miner.uid in members]
         most = self.config.rounds.sample or len(hotkeys)
         drawn = self._draw(serial).sample(hotkeys, min(most, len(hotkeys)))
-        # Other validators take no place in the sample. Their uploads are looked for anyway, because
-        # a first upload makes a validator a member.
+        # Draw no other validators, but always look for their uploads, because a validator becomes a
+        # member with its first upload.
         self._sampled = {*drawn} | {m.hotkey for m in miners if m.uid not in members}
         return super()._choose_awaited(serial, miners) & self._sampled
 
@@ -179,7 +179,7 @@ class AveragingValidator(StoreValidator):
         the range (-1: not a member) and its number of values.
         """
         ends = torch.tensor([size for _, size in owners]).cumsum(0)
-        # Sums of squares for each owner: of the average, of its difference from the mean, and of
+        # For each owner, sum the squares of the average, of its difference from the mean, and of
         # the mean.
         squares, place = torch.zeros(3, len(owners), dtype=torch.float64), 0
         for index, (_, shape) in enumerate(self.state.schema):

@@ -90,7 +90,7 @@ _MOST_STEPS_OF_A_SECOND = 1.0  # inner steps per second: more than any network t
 
 @dataclass
 class Waiting:
-    """An upload that has not been judged yet, and ``why``. Times are by the store's clock."""
+    """An upload that has not been judged yet, and the reason. Times are by the store's clock."""
 
     why: str
     fetched: bool = False  # whether it is on this disk
@@ -103,7 +103,7 @@ class Waiting:
 
 @dataclass
 class Intake:
-    """All that has arrived for the close in ``state``. After a restart it is fetched again."""
+    """Everything that arrived for the close of ``state``. It is fetched again after a restart."""
 
     state: State
     judged: Judged
@@ -128,7 +128,7 @@ class Intake:
 
 @dataclass(frozen=True)
 class MergedSome:
-    """The result of merging some uploads. ``update``: digest of the file that ``header`` heads."""
+    """The result of merging some uploads; ``update`` is the digest of the update's file."""
 
     merged: tuple[Merged, ...]
     update: str
@@ -328,7 +328,7 @@ class CloseJudge:
         return self.steps.reader if self.of_member is None else self.of_member(miner)
 
     def _upload_path(self, close: Intake, uid: int) -> Path:
-        # Give each close a folder: a fetch for an earlier one may still write, though nobody waits.
+        # Give each close its own folder, because a fetch for an earlier close may still write.
         folder = f"{close.state.outer_step}.{close.state.serial}"
         return self._uploads / folder / f"{uid}.safetensors"
 
@@ -524,7 +524,7 @@ class CloseJudge:
         return MergedSome(merged, update, header, values, self.losses_of(values.weights))
 
     def _contributors(self, judged: int) -> int:
-        """Return how many members contributed to the outer step; we judged ``judged`` of them."""
+        """Return the number of contributing members; ``judged``: the number of merged uploads."""
         return judged
 
     def _participants(self, close: Intake) -> frozenset[int]:

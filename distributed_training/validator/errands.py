@@ -1,4 +1,4 @@
-"""Ask stores and the chain, each in a thread, so that none of them keeps the validator waiting."""
+"""Ask stores and the chain in threads, so that a slow answer does not delay the validator."""
 
 from __future__ import annotations
 
@@ -41,12 +41,13 @@ def unless_stopped(task: Callable[[], _Result], *, stop: threading.Event) -> _Re
 
 
 class Errands:
-    """Tasks by uid, several at a time; a silent task does not delay the others."""
+    """Run tasks by uid, several at a time, so that a silent task does not delay the others."""
 
     def __init__(self) -> None:
         self._under_way: dict[int, tuple[Future[Any], float]] = {}  # uid -> task, and when it began
         self._ended = set[int]()
-        #: Whether some uid's task has never ended yet and has not been silent for too long.
+        #: True while the first result of some uid may still come: its task is queued, or runs
+        #: and has not been silent for too long.
         self.unheard = False
 
     def silent(self, patience: float) -> set[int]:

@@ -47,7 +47,7 @@ _LOW_PRIORITY = ["nice", "-n", "10"]  # so that rounds and scores have priority
 
 
 class Exports:
-    """Exports the model of every ``validator.export_every``-th outer step, one at a time.
+    """Export the model of every ``validator.export_every``-th outer step, one at a time.
 
     ``folder``: the run folder. ``record`` writes an event.
     ``longest``: the time limit for a command.
@@ -72,7 +72,7 @@ class Exports:
         self._closed = False
 
     def after(self, state: GlobalState) -> None:
-        """Begin an export if one is due. Returns at once."""
+        """Start an export if one is due, and return at once."""
         if not self._settings.export_every or state.outer_step % self._settings.export_every:
             return
         if self._thread is not None and self._thread.is_alive():
@@ -129,7 +129,7 @@ class Exports:
         )
         for path in kept[: max(0, len(kept) + 1 - self._settings.keep_exports)]:
             shutil.rmtree(path)
-        for left in self._folder.glob(".export-*"):  # left by exports that were killed
+        for left in self._folder.glob(".export-*"):  # exports that were killed left these folders
             shutil.rmtree(left, ignore_errors=True)
         # After a restart an outer step may be published, and exported, a second time.
         shutil.rmtree(target, ignore_errors=True)
@@ -183,10 +183,10 @@ class Exports:
         timer.start()
         tail = b""
         with process.stdout:
-            # The pipe ends when all processes that hold it have ended, even background ones.
+            # The pipe ends when all processes that have it open have ended, even background ones.
             while data := os.read(process.stdout.fileno(), _TAIL):
                 tail = (tail + data)[-_TAIL:]
-        status = process.wait()  # the time limit also covers a command that closed its output
+        status = process.wait()  # a command may close its output early, and still has a time limit
         timer.cancel()
         lines = [line for line in tail.decode(errors="replace").splitlines() if line.strip()]
         last = lines[-1].strip() if lines else ""

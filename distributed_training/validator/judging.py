@@ -47,13 +47,13 @@ CAUSES: Mapping[str, str] = {
     "copy": "BAD_GRADIENT",
     "spoiler": "MAKES_IT_WORSE",
 }
-COPY = 0.9  # up to this cosine of two uploads, neither is ever called a copy
-LONELY_COPY = 0.999  # above this cosine of two uploads, one is a copy, however alike the others are
+COPY = 0.9  # two uploads with at most this cosine are never copies of each other
+LONELY_COPY = 0.999  # two uploads with a larger cosine are copies, no matter how alike others are
 _OWN_WORK = 0.99  # required certainty that the loss fell more on an upload's own pages
 _CERTAIN = 2.0  # standard errors by which the loss must have fallen more on the owner's pages
 #: The usual cosine of uploads that help is taken from the pair after the most alike quarter.
 _NEAREST = 4
-#: Among alike uploads, the 8th power turns a tenth more gain into twice the share.
+#: If uploads are alike, the 8th power doubles the share of one that gains a tenth more.
 _SHARPLY, _LEAST_SHARE, _NO_GAIN = 8, 1e-3, 1e-9
 # Between these norms, a float32 factor can clip any upload to any other's norm without an overflow.
 _LEAST_NORM, _MOST_NORM = 1e-12, 1e12
@@ -116,7 +116,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class UploadJudge:
-    """Judges uploads, starting from the epoch-start weights of one outer step.
+    """Judge uploads, starting from the epoch-start weights of one outer step.
 
     ``codec``: the codec of the uploads, from the network's file; ``secret``: the seed of the places
     that are compared.
@@ -232,7 +232,7 @@ class UploadJudge:
         )
 
     def _measure(self, file: UpdateFile) -> tuple[float, Tensor]:
-        """Return the norm of an upload, and its values at the secret places."""
+        """Return an upload's norm, and its values at the secret places."""
         square, sample = 0.0, list[Tensor]()
         total = sum(math.prod(shape) for _, shape in self.schema)
         for (name, shape), places in zip(self.schema, self._places(total), strict=True):
@@ -302,7 +302,7 @@ class KnownSamples:
 
 
 def find_copies(uploads: Sequence[Accepted], earlier: Mapping[str, Tensor]) -> dict[int, str]:
-    """Return the uploads that are copies: for each uid, what its upload is a copy of.
+    """Return by uid which uploads are copies, and what each of them is a copy of.
 
     ``earlier``: samples of what all members could read, by description: the uploads and updates of
     the last outer steps, and the outer momentum.

@@ -63,7 +63,7 @@ class Values(Protocol):
 
 @dataclass(frozen=True)
 class OuterState:
-    """The validator's tensors of an outer step, float32, on the CPU, in the schema's order.
+    """The validator's float32 tensors of an outer step, on the CPU and in the schema's order.
 
     They are never changed in place. ``momentum`` and ``residual``: None if all values are zero.
     """

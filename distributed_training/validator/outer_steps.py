@@ -73,7 +73,7 @@ class OuterSteps(OwnCopy):
         self.history: list[Manifest] = []  # the last manifests, ascending
         # Whether nobody else has led the network since the last process with this folder.
         self.led_last = False
-        self.unsure = False  # whether closes may have moved since the state that was found
+        self.unsure = False  # whether closes may have moved after the state that was found
         self._keep_uploads = keep_uploads
         self.serial = 0  # the largest serial that the store may show
         self._ahead = 0.0  # seconds by which the store's clock is ahead of ours
@@ -86,8 +86,8 @@ class OuterSteps(OwnCopy):
         self.emptied = False  # whether the store had no state at a check
         self._gone: set[str] = set()  # keys of objects that nobody has
         self._mended: set[str] = set()  # keys of the objects written again at the last repair
-        self._kept_at: object = None
-        self._kept_there: list[Kept] = []  # our copies for the head and sets in _kept_at
+        self._kept_at: object = None  # the head's digest, and the outer steps with whole weights
+        self._kept_there: list[Kept] = []  # our copies of the objects that _kept_at identifies
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ class OuterSteps(OwnCopy):
                 self.restore(older=True)
 
     def _holds_state(self, info: ObjectInfo | None) -> bool:
-        """Return whether the store has our state. Raises AnotherLeadsError for a newer one."""
+        """Return whether the store has our state. Raises AnotherLeadsError for a newer state."""
         found = None
         with suppress(IntegrityError):  # raised for an object that is too large
             found = self._retry(self._store.get, keys.STATE, limit=State.most_bytes)

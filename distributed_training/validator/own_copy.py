@@ -176,7 +176,7 @@ class OwnCopy:
         return found
 
     def _chain(self, head: Manifest) -> Iterator[Manifest]:
-        """Yield our copies of the manifests from the head back, as long as each names the next."""
+        """Yield our copies of the manifests, from the head back to the first that is missing."""
         last: Manifest | None = head
         while last is not None:
             yield last

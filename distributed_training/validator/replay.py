@@ -63,7 +63,7 @@ _Found = TypeVar("_Found")
 
 
 class ChainBroken(ValueError):
-    """An object in the bucket that is missing, or is not what the chain says."""
+    """An object in the bucket is missing, or differs from what the chain says."""
 
     def __init__(self, key: str, why: object, *, missing: bool = False) -> None:
         super().__init__(f"{key} {why}")
@@ -112,8 +112,8 @@ class Audit:
 
     ``weights_from``: the outer step from which on each update gives the weights of its manifest.
     ``replayed_from``: the outer step from which on each update is also the merge of its uploads.
-    Either is None if that is untrue even of the newest. ``recovered``: the first outer step of the
-    chain.
+    Either is None if this does not hold even for the newest outer step. ``recovered``: the first
+    outer step of the chain.
     """
 
     outer_step: int | None = None
@@ -136,7 +136,7 @@ class Audit:
             return None
 
     def count(self, manifest: Manifest, known: OuterState | None) -> None:
-        """Count the next outer step; ``known``: its state, if it could be computed or read."""
+        """Add the next outer step to the result; ``known``: its state, if it could be found."""
         step, first, all_from = manifest.outer_step, self.weights_from, self.replayed_from
         whole = _is_whole(known, manifest)
         self.weights_from = (step if first is None else first) if known is not None else None

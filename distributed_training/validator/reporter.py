@@ -50,7 +50,7 @@ _LAST_PATIENCE = 10.0  # seconds to wait for each of the last two reports at a s
 
 @dataclass(kw_only=True)
 class RoundReporter:
-    """Reports on the network as the validator last described it.
+    """Report on the network as the validator last described it.
 
     ``least``: the fewest miners that a round needs; ``round_seconds``: the longest time that a
     round and its publication take.

@@ -1,4 +1,4 @@
-"""Keep the members' standings: the results of the rounds for each member, and its scores.
+"""Keep the members' standings, which are the results of their rounds and their scores.
 
 They survive a restart. :class:`~.protocol.scoring.ScoreBoard` computes the scores from the judge's
 measurements, and the manifests publish them.
@@ -55,7 +55,7 @@ class PastRound:
 
 @dataclass
 class Standings:
-    """Scores by uid. A uid whose hotkey changes starts afresh."""
+    """The standings of all members by uid. A uid with a new hotkey starts again from zero."""
 
     # These fields and ``board`` are saved to the file.
     entries: dict[int, _Entry] = field(default_factory=dict)

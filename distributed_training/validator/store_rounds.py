@@ -149,7 +149,7 @@ class StoreValidator(CloseJudge):
         super().__post_init__()
         self._standings_path = self.folder / LEDGER
         self._losses: dict[str, float]  # losses of the state on each domain, set by start()
-        self.finished = ""  # why no more rounds are called
+        self.finished = ""  # why no more rounds are led; empty while rounds are led
         self._period = self.config.rounds.period.total_seconds()
         self._weights_due = Throttle(self._period / 4)
         self._close: Intake | None = None
@@ -284,7 +284,10 @@ class StoreValidator(CloseJudge):
         self._leads = True
 
     def _lead(self) -> bool:
-        """Lead a round if one is due; return whether it has ended. Raises as :meth:`tick`."""
+        """Lead a round if one is due; return whether it has ended.
+
+        Raises the same errors as :meth:`tick`.
+        """
         if time.monotonic() - self._looked < LOOK:
             return False
         problem = ""
@@ -300,7 +303,7 @@ class StoreValidator(CloseJudge):
 
     def _save(self) -> None:
         if self._reached_step is not None:
-            return  # its scores must not count before anybody can see the outer step
+            return  # its scores must not count before everybody can see the outer step
         try:
             self.standings.save(self._standings_path)
         except OSError as error:  # a full disk must not lose a round and the members' work
@@ -560,7 +563,7 @@ class StoreValidator(CloseJudge):
         self._show(now, gate=gate)
         failed = self.standings.failed_rounds
         if fault == TOO_FEW and not failed & (failed - 1):
-            # A damaged object may keep all members from training, and only reading it shows that.
+            # A damaged object may keep all members from training, and only a full read finds it.
             self.steps.restore(deep=True)
         self._report("waiting")
         return True
@@ -605,7 +608,7 @@ class StoreValidator(CloseJudge):
         )
 
     def _find_end(self) -> None:
-        """Call no more rounds, and say so, once a [stop] of the network's file is reached."""
+        """Lead no more rounds, and log it, once a [stop] of the network's file is reached."""
         state, loss = self.state, self.mean(self._losses)
         reason = self.config.finished(
             outer_step=state.outer_step, tokens=state.total_tokens, loss=loss
