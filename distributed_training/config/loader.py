@@ -22,7 +22,6 @@ import difflib
 import io
 import os
 import re
-import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,7 +47,7 @@ from distributed_training.network import (
 )
 from distributed_training.network_place import read_network
 
-from .model import OPERATORS_FILE, TITLES, USUAL, Config, Kind, problems
+from .model import OPERATORS_FILE, TITLES, Config, Kind, problems
 from .removed import REFUSED, RENAMED, RULES, is_removed
 from .schema import Given, Schema, Setting, canonical, schema
 from .settings import AllSettings
@@ -173,14 +172,6 @@ class _Flags(Parser):
         raise refusal_of(message)
 
 
-class _HelpAll(argparse.Action):
-    """Print the help for every flag; ``--help`` shows only the usual flags."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: object, *_: object) -> NoReturn:
-        print(parser_of(self.const, everything=True).format_help(), end="")
-        raise SystemExit(0)
-
-
 _COMMANDS = (
     "Without a command it trains. `dt-join` writes miner.toml and .env for a new miner, "
     "`dt-miner config` shows every setting and where it comes from, `dt-miner check` checks "
@@ -189,14 +180,10 @@ _COMMANDS = (
 
 
 @lru_cache
-def parser_of(known: Schema, *, everything: bool = False) -> Parser:
-    """Return the command line of one kind of neuron.
-
-    ``format_help()`` is its ``--help``, or with ``everything`` its ``--help-all``.
-    """
+def parser_of(known: Schema) -> Parser:
+    """Return the command line of one kind of neuron."""
     from distributed_training import __version__
 
-    columns = min(110, shutil.get_terminal_size((100, 24)).columns)
     own = f"{OPERATORS_FILE} (or the --config file)"
     file = own if known.kind == "miner" else "--config file"
     parser = _Flags(
@@ -206,29 +193,20 @@ def parser_of(known: Schema, *, everything: bool = False) -> Parser:
         + "Dashes and underscores in flags are interchangeable. Strongest first: flags, "
         f"environment, .env, {file}, the network's file, default. Secrets come from the "
         "environment or .env only.",
-        formatter_class=lambda prog: argparse.HelpFormatter(
-            prog, max_help_position=8, width=columns
-        ),
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=8),
         argument_default=argparse.SUPPRESS,
-        epilog=None if everything else f"All {len(known.flags)} flags: --help-all.",
     )
     parser.add_argument("--version", action="version", version=__version__)
-    about = "show every flag and exit"
-    everywhere = parser.add_argument(
-        "--help_all", action=_HelpAll, nargs=0, const=known, help=about
-    )
-    everywhere.option_strings = ["--help-all"]  # the form that the help shows
     for group, found in groupby(known.flags, key=lambda setting: setting.group):
         arguments = parser.add_argument_group(TITLES[group])
         for setting in found:
-            shown = everything or setting.name in USUAL or group == "validator"
             arity: dict[str, Any] = {"nargs": "+", "action": "extend"} if setting.many else {}
             if bool in setting.parts:
                 arity = {"nargs": "?", "const": "true"}
             arguments.add_argument(
                 f"--{setting.name}",
                 dest=setting.name,
-                help=_help(setting).replace("%", "%%") if shown else argparse.SUPPRESS,
+                help=_help(setting).replace("%", "%%"),
                 metavar=setting.metavar,
                 **arity,
             )

@@ -29,17 +29,6 @@ Kind = Literal["miner", "validator"]
 #: The tools for that miner read it too.
 OPERATORS_FILE = Path("miner.toml")
 
-#: Settings that operators commonly use: ``--help`` shows these, ``--help-all`` shows all.
-USUAL = frozenset(
-    (
-        "network", "config", "wallet.name", "wallet.hotkey", "wallet.path",
-        "subtensor.chain_endpoint", "dht.port", "dht.ip", "dht.external_port", "nproc_per_node",
-        "neuron.device", "neuron.local_batch_size_train", "neuron.activation_checkpointing",
-        "neuron.name", "neuron.run_folder", "data.source", "data.own_text", "r2.account_id",
-        "neuron.upload_steps", "neuron.page_port", "neuron.stop_timeout",
-    )
-)  # fmt: skip
-
 #: Package of settings -> title of its group in the help.
 TITLES: Mapping[str, str] = {
     "general": "Network and plug-ins",

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distributed_training.common.backoff import Throttle
-from distributed_training.common.files import write_bytes, write_json
+from distributed_training.common.files import write_json
 from distributed_training.protocol.lines import counted
 from distributed_training.telemetry.neuron_state import JudgedUploads, NeuronState
 
@@ -153,7 +153,7 @@ class Summary:
         )
 
     def text(self) -> str:
-        """Return the summary as text for the terminal and for ``summary.txt``."""
+        """Return the summary as text for the terminal."""
         took = f"{len(self.outer_steps)} of {self.wanted_outer_steps} outer steps"
         outer_steps = [
             (
@@ -190,7 +190,6 @@ class Summary:
         return "\n" + "\n\n".join(part for part in parts if part) + "\n"
 
     def write(self, folder: Path) -> None:
-        write_bytes(folder / "summary.txt", self.text().encode())
         write_json(folder / "summary.json", dataclasses.asdict(self))
 
 

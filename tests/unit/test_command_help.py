@@ -28,7 +28,7 @@ PARSERS = [
     for parent in (
         network_command.build_parser(),
         join_command.build_parser(),
-        parser_of(schema("validator"), everything=True),
+        parser_of(schema("validator")),
     )
     for parser in commands(parent)
 ]

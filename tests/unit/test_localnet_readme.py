@@ -28,7 +28,7 @@ PAGES += sorted(ROOT.glob("docs/*.md"))
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 #: This page names flags of benchmarks.
 NO_FLAGS = ("performance",)
-OF_OTHERS = {"help", "help-all", "version"} | {  # and of torchrun
+OF_OTHERS = {"help", "version"} | {  # and of torchrun
     *("nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port", "max_restarts"),
     "gpus-per-node",  # of Slurm
     *("num-iterations", "resume-from-step"),  # of nanochat

@@ -56,15 +56,12 @@ def test_the_help_names_the_program_and_its_commands(capsys: pytest.CaptureFixtu
         main(["--help"])
     text = capsys.readouterr().out
     assert text.startswith("usage: dt-miner ") and "dt-miner config" in text
-    assert "--help-all" in text and "--help_all" not in text
     for words, said in ((["--help"], "doctor"), (["--version"], __version__)):
         assert commands(words) == 0 and said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["miner", "validator"])
-def test_the_help_shows_what_is_common_and_all_on_request(kind: str) -> None:
+def test_the_help_shows_every_flag(kind: str) -> None:
     known = schema(kind)  # type: ignore[arg-type]
-    for everything in (False, True):
-        text = parser_of(known, everything=everything).format_help()
-        shown = [flag for flag in known.flags if f"\n  --{flag.name} " in text]
-        assert len(shown) == len(known.flags) if everything else 10 < len(shown) <= 25
+    text = parser_of(known).format_help()
+    assert not [flag for flag in known.flags if f"\n  --{flag.name} " not in text]
