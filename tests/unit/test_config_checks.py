@@ -80,9 +80,13 @@ def test_a_read_key_that_is_the_write_key_is_refused(part: str) -> None:
 
 def test_several_problems_are_counted() -> None:
     with pytest.raises(ConfigError, match="and 1 more"):
-        argv = ["--neuron.run_folder", "", "--data.source", "parquet:~nobody-x/a"]
-        load_config("miner", argv, environ=KEYS, dotenv=None)
+        argv = [
+            "--neuron.run_folder",
+            "",
+            "--r2.endpoint_url",
+            "https://a.example/storage/v1/local",
+        ]
+        load_config("miner", ["--network", "local", *argv], environ=KEYS, dotenv=None)
     with pytest.raises(ConfigError, match="and 1 more"):
-        load_config(
-            "miner", ["--nproc_per_node", "0", "--dht.port", "x"], environ=KEYS, dotenv=None
-        )
+        argv = ["--nproc_per_node", "0", "--dht.port", "x"]
+        load_config("miner", argv, environ=KEYS, dotenv=None)
