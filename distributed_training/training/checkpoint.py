@@ -1,12 +1,12 @@
 """Write checkpoints during training: the state of every rank, loadable at any world size.
 
 After a stop or a crash, a miner continues from a checkpoint exactly where it was. Each rank writes
-its own row blocks and then ``rank-R.json``, which has their SHA-256 and its own. A checkpoint is
-complete once all ranks' files exist. So no rank waits for another, and a kill at any moment leaves
-the previous checkpoint intact. A rank that loads a checkpoint reads the rows it needs from
-whichever files have them, so any number of ranks can load it (docs/architecture.md, Decisions).
-Under HSDP (:mod:`.sharding`) each machine writes its own copy, and all machines continue from the
-newest checkpoint that every machine has.
+its own row blocks and then the manifest ``rank-R.json``, which has the SHA-256 of the blocks and of
+the manifest itself. A checkpoint is complete once all ranks' files exist. So no rank waits for
+another, and a kill at any moment leaves the previous checkpoint intact. A rank that loads a
+checkpoint reads the rows it needs from whichever files have them, so any number of ranks can load
+it (docs/architecture.md, Decisions). Under HSDP (:mod:`.sharding`) each machine writes its own
+copy, and all machines continue from the newest checkpoint that every machine has.
 
 torch.distributed.checkpoint could do this too (its ``async_save`` takes its own gloo group, so that
 its collectives do not interfere with training's). It would save no work here: all state is split
@@ -60,7 +60,7 @@ class CheckpointError(ValueError):
 
 
 def manifest_digest(manifest: dict[str, Any]) -> str:
-    as_read = json.loads(json.dumps(manifest))  # in JSON all keys are strings
+    as_read = json.loads(json.dumps(manifest))  # JSON turns all keys into strings
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
@@ -106,7 +106,7 @@ def outer_step_of(checkpoint: Path) -> int | None:
 
 
 def oldest_outer_step(folder: Path, outer_step: int) -> int:
-    """Return the lowest outer step of any checkpoint in ``folder``, by default ``outer_step``."""
+    """Return the lowest outer step of the checkpoints in ``folder``, or else ``outer_step``."""
     found = (outer_step_of(folder / name) for name in newest_first(folder))
     return min((step for step in found if step is not None), default=outer_step)
 
@@ -132,7 +132,7 @@ def _kind(key: str) -> str:
 
 
 class Parts:
-    """One checkpoint, read by all ranks. They call the same methods in the same order.
+    """One checkpoint that all ranks read. They call the same methods in the same order.
 
     Raises CheckpointError, or another error of :data:`DAMAGE`, on all ranks alike.
     """
@@ -152,10 +152,10 @@ class Parts:
         manifests = [manifest for manifest, _ in everywhere if manifest is not None]
         if len(manifests) < len(everywhere):
             raise CheckpointError(next(why for manifest, why in everywhere if manifest is None))
-        self.manifest = manifests[0]  # the manifest of one part; the state in it is the same in all
+        self.manifest = manifests[0]  # the state is the same in all manifests
         self._count = int(self.manifest["world_size"])
         replicas = self.manifest.get("replicas", 1)
-        #: Whether each rank also gets back the state that only it had.
+        #: Whether each rank also gets back the state that only this rank had.
         self.exact = (self._count, replicas) == (self._layout.shards, self._layout.replicas)
         self._epoch = folder / f"epoch-{self.manifest['state']['epoch_id']}-of-{self._count}"
         # This rank reads its own part and the parts that have its rows.
@@ -271,7 +271,7 @@ def matched(
 #: Seconds to wait for the other ranks' files before older checkpoints are deleted.
 _RANKS_TIMEOUT = 600.0
 _SAY_AGAIN = 600.0  # seconds between two lines with the same cause
-_HURRIED = 5.0  # seconds that pruning waits for other ranks while training waits for it
+_HURRIED = 5.0  # seconds to wait for the other ranks if training waits meanwhile
 
 
 class Checkpointer:
@@ -309,8 +309,8 @@ class Checkpointer:
         """
         self.wait()
         self._saved, started = None, time.perf_counter()
-        # From here on no rank is writing, so incomplete checkpoints were given up, and rank 0 may
-        # delete them.
+        # From here on no rank is writing, so an incomplete checkpoint will stay incomplete, and
+        # rank 0 may delete it.
         self._trainer.stream.all_gather(None)
         name = ""
         if self._lead:
@@ -395,7 +395,7 @@ class Checkpointer:
             try:
                 parts = Parts(self._folder, name, self._trainer.schema, stream)
                 saved_at = parts.manifest["progress"]
-                # Checkpoints of earlier versions also have a list of blocks, which is left out.
+                # Ignore other keys, such as the list of blocks that earlier versions wrote.
                 progress = Progress(**{f.name: saved_at[f.name] for f in fields(Progress)})
                 own, extra = parts.own()
                 saved = {**parts.manifest["state"], **parts.rows(), **own}
@@ -448,12 +448,12 @@ class Checkpointer:
             self._write_part(self._folder / name, held[0], parsed)
             sync_folder(self._folder)
             self.last_error = None
-        except Exception as error:  # training continues
+        except Exception as error:  # any error is logged, and training continues
             why = f"{type(error).__name__}: {error}; check the disk of {self._folder}"
             self._not_written(name, error, why)
             with contextlib.suppress(OSError):  # if the disk is gone, there is nothing to delete
                 for path in (self._folder / name).glob(f"rank-{self._layout.shard}.*"):
-                    path.unlink(missing_ok=True)  # the disk may be full
+                    path.unlink(missing_ok=True)  # it takes room on a disk that may be full
             raise
         finally:
             held.clear()  # otherwise this thread's arguments would hold the copies until it ends

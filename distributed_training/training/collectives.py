@@ -236,14 +236,14 @@ class RowStream:
     def run_on_all(
         self, work: Callable[[], Result], fault: Callable[[str], Exception] = RankFailedError
     ) -> Result:
-        """Run ``work()``, in which no rank may wait for another; all ranks continue, or none does.
+        """Run ``work()`` on each rank; if it fails on one rank, fail on all of them.
 
-        Raises ``fault`` on all ranks alike.
+        ``work`` may not wait for another rank. Raises ``fault`` on all ranks alike.
         """
         problem = None
         try:
             result = work()
-        # For example, out of memory, or a bad file.
+        # The rank is out of memory, or a file is bad.
         except (RuntimeError, MemoryError, OSError, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"
             # torch raises a RuntimeError if the host is out of memory.
@@ -268,7 +268,7 @@ Piece = tuple[Tensor, Tensor]
 
 
 class HostCopies:
-    """Copies from one device to host memory, for one thread at a time.
+    """Copies tensors from one device to host memory, for one thread at a time.
 
     ``stage``: how many float32 elements each buffer holds.
     """
@@ -292,7 +292,8 @@ class HostCopies:
                 after = after or torch.cuda.current_stream(self._device).record_event()
                 self._stream.wait_event(after)
             before: tuple[int, Piece] | None = None
-            # Empty each buffer one turn later: while the bus fills one, the cores empty the other.
+            # Empty each buffer one turn later, so that the cores empty one while the bus fills the
+            # other.
             for number, (source, target) in enumerate(self._pieces(pairs)):
                 turn = number % 2
                 part = self._buffers[turn][: source.numel()]
@@ -353,9 +354,9 @@ def fill_host(pairs: Sequence[Piece], after: torch.cuda.Event | None = None) -> 
 
 
 def queued(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event that follows everything that is queued on ``device`` now.
+    """Return an event that comes after everything that is queued on ``device`` now.
 
-    None for a device without a queue.
+    Return None for a device without a queue.
     """
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 

@@ -72,7 +72,7 @@ def write_safetensors(
 
 @dataclass(frozen=True, eq=False)
 class BoundaryCopies:
-    """Rows of weights and of the inner optimizer's ``state`` at one step boundary, in host memory.
+    """Copies in host memory of the weights and the optimizer's ``state`` at one step boundary.
 
     With AdamW they take 12 bytes per parameter. Nothing may change them. Weights that are one row
     of a file are copied immediately, all other values by the time :meth:`wait` returns. A writer
@@ -144,7 +144,7 @@ class BoundaryCopier:
         made = self._last()
         pairs: list[Piece] = []
         if made is None or boundary != self._boundary:
-            made = None  # drop what is left of the earlier copies before making new ones
+            made = None  # free the earlier copies before making new ones
             self.wait()
             made = BoundaryCopies([shard.empty_rows() for shard in self._shards], {})
             pairs = [(s.local, into) for s, into in zip(self._shards, made.weights, strict=True)]
@@ -222,8 +222,8 @@ class BackgroundWrite:
                 target=self._run, args=(write,), name=self._of, daemon=self._daemon
             ).start()
         except RuntimeError:
-            # The machine cannot start another thread, so training waits instead: one rank must not
-            # end without the others.
+            # The machine cannot start another thread. Let training wait instead, because one rank
+            # must not end without the others.
             self._run(write)
 
     def _run(self, write: Callable[[Self], None]) -> None:

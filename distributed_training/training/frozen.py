@@ -1,8 +1,8 @@
-"""Watch the tensors that nobody trains, and notice if training has changed one of them.
+"""Watch the tensors that are not trained, and notice if training has changed one of them.
 
-Frozen tensors are sent once, before training, and never again. So a member with a different frozen
-tensor trains another model, and no digest of the exchanged weights shows that. A checksum on the
-device does. At each close it reads the tensors once and waits for the device once.
+Frozen tensors are sent only once, before training. So a member with a different frozen tensor
+trains another model, and no digest of the exchanged weights shows that. A checksum on the device
+does. At each close it reads the tensors once and waits for the device once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FrozenTensors:
 
     @torch.no_grad()
     def _checksums(self) -> Tensor:
-        """Return int64 ``(tensors, 2)``: for each, a plain sum of its words and a weighted one.
+        """Return int64 ``(tensors, 2)``: a plain and a weighted sum of each tensor's words.
 
         The weighted sum depends on the order of the words.
         """
@@ -59,9 +59,9 @@ class FrozenTensors:
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that a checkpoint has, such as BatchNorm's, by name.
+    """Return the buffers that belong to the state dict, such as BatchNorm's, by name.
 
-    No upload contains the changes that training makes to them. For a DTensor this returns this
+    Uploads do not contain the changes that training makes to them. For a DTensor this returns this
     rank's part.
     """
     states = model.state_dict(keep_vars=True).items()

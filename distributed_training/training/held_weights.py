@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import Schema, Sign, Update
@@ -39,7 +41,7 @@ class HeldWeights(ABC):
     """
 
     micro_batch_size: int  # sequences
-    frozen = FrozenTensors({})  # once one of these has changed, no upload may follow
+    frozen = FrozenTensors({})  # if one of these changes, nothing is uploaded any more
 
     def __init__(
         self,
@@ -63,11 +65,11 @@ class HeldWeights(ABC):
     @property
     @abstractmethod
     def tokens(self) -> int:
-        """Tokens of all ranks since the epoch start, which an upload written now would state."""
+        """The tokens of all ranks since the epoch start, which an upload would state now."""
 
     @property
     def moments(self) -> float:
-        """How many tensors per parameter the inner optimizer adds to a checkpoint, on average."""
+        """The average number of tensors per parameter that the optimizer adds to a checkpoint."""
         return 0
 
     @abstractmethod
@@ -89,6 +91,7 @@ class HeldWeights(ABC):
         The inner optimizer keeps its state. Raises ValueError on all ranks alike, without changing
         anything, if the file does not belong to this model.
         """
+        self.copier.finish()
         shared = self.stream.from_rank_0(path)
         assert shared is not None
         sharding.load_file(self.shards, shared, self.stream)
@@ -119,7 +122,6 @@ class HeldWeights(ABC):
 
     # --- what survives a restart ---------------------------------------------------------------
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state.
 
@@ -130,22 +132,26 @@ class HeldWeights(ABC):
         The tensors are not copies. The next step overwrites the weights and the inner optimizer's
         rows, so :attr:`copier` copies these; no other tensor is ever changed in place.
         """
+        return {
+            **{name: getattr(self, name) for name in _PROGRESS},
+            "weights": [shard.local for shard in self.shards],
+            **self.outer.state_dict(),
+        }
 
-    @property
-    def _progress(self) -> dict[str, int]:
-        """Return the counters that record the progress of training in a state."""
-        return {name: getattr(self, name) for name in _PROGRESS}
-
-    def _load_progress(self, state: Mapping[str, Any]) -> None:
-        for name in _PROGRESS:
-            setattr(self, name, int(state[name]))
-
-    @abstractmethod
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Restore a :meth:`state_dict` that has this rank's rows. Collective.
 
         Returns False, on all ranks alike, if micro-batches of an unfinished step were dropped.
         """
+        self.copier.finish()
+        for shard, rows in zip(self.shards, state["weights"], strict=True):
+            shard.local.copy_(rows)
+        self.outer.load_state_dict(state)
+        for name in _PROGRESS:
+            setattr(self, name, int(state[name]))
+        self.drop_step()
+        return True
 
     def boundary_copies(self, names: Collection[str] | None = None) -> BoundaryCopies:
         """Copy weights and moments at this step boundary, while no round is running. Collective.
@@ -218,6 +224,7 @@ class HeldWeights(ABC):
 
         Inner steps that were taken after the upload belong to the new outer step.
         """
+        self.copier.finish()
         self.outer_step, before = self.outer.commit()
         self.inner_step -= before
         self.drop_step()

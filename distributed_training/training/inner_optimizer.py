@@ -1,4 +1,4 @@
-"""The inner optimizer over this rank's rows, on the device or the host, and its schedule.
+"""Step the inner optimizer over this rank's rows, and schedule its learning rate.
 
 Any ``torch.optim.Optimizer`` will do. The network's file names one, and the factory registered for
 it in :data:`OPTIMIZERS` creates it. A step on a small parameter shows what state it keeps
@@ -32,9 +32,8 @@ from distributed_training.config.types import ConfigError, choose_kind
 from .collectives import ParameterShard
 from .muon import MatrixRows, Muon
 
-LOWEST = 0.1  # the lowest rate after the warm-up, as a fraction of the peak
-#: Fraction of the total steps after which the operator is warned that the rate is at its lowest.
-NEAR_THE_END = 0.9
+LOWEST = 0.1  # the lowest rate after the warm-up, as a fraction of the peak rate
+_NEAR_THE_END = 0.9  # fraction of the total steps after which the rate surely is at its lowest
 
 
 @dataclass
@@ -84,10 +83,10 @@ class Schedule:
         return self.peak * shape * slow
 
     @property
-    def end(self) -> int | None:
+    def lowest_from(self) -> float | None:
         """Inner steps after which the rate no longer falls; None if it never falls."""
         if not self.constant:
-            return self.total_steps
+            return _NEAR_THE_END * self.total_steps
         return None if self.decay_steps is None else (self.decay_from or 0) + self.decay_steps
 
     def slow_down(self, finished_steps: int, *, steps: int) -> None:
@@ -132,10 +131,10 @@ OPTIMIZERS.register("muon", muon)
 
 @dataclass(frozen=True)
 class StateNames:
-    """What an optimizer keeps for a parameter: the names of tensors of its shape, and ``step``.
+    """The state that an optimizer keeps for a parameter: tensors of its shape, and ``step``.
 
-    ``step``: the zero at which its step count starts, a tensor or a number; None if it keeps no
-    count.
+    ``rows``: the names of these tensors. ``step``: the zero from which its steps are counted, which
+    is a tensor or a number; None if it keeps no count.
     """
 
     rows: tuple[str, ...]
@@ -143,7 +142,7 @@ class StateNames:
 
 
 def find_state(settings: TrainingSettings, *, matrix: bool = False) -> StateNames:
-    """Find out what state the network's optimizer keeps for a parameter, by trying a small one.
+    """Find the state that the network's optimizer keeps for a parameter, by stepping a small one.
 
     ``matrix``: whether the parameter is a matrix of a decoder layer. Raises ConfigError for a name
     that is not registered, and for an optimizer whose steps would depend on the number of ranks or
@@ -200,15 +199,15 @@ def find_state(settings: TrainingSettings, *, matrix: bool = False) -> StateName
 
 
 def moments_of(settings: TrainingSettings) -> tuple[int, int]:
-    """Count the tensors that are kept for a parameter, and for a matrix of a decoder layer."""
+    """Count the tensors kept for a parameter, and those for a matrix of a decoder layer."""
     plain, matrix = (len(find_state(settings, matrix=matrix).rows) for matrix in (False, True))
     return plain, matrix
 
 
 def checkpoint_key(name: str) -> str:
     """Return the checkpoint key for the rows that the optimizer calls ``name``."""
-    # AdamW keeps the names of 0.2.0. Other optimizers' names get a prefix, since they may clash
-    # with those of the outer step, such as "momentum".
+    # AdamW's rows keep the names that version 0.2.0 gave them. The names of other optimizers get a
+    # prefix, since they may clash with those of the outer step, such as "momentum".
     return name if name in ("exp_avg", "exp_avg_sq") else f"inner_{name}"
 
 
@@ -240,7 +239,7 @@ class _Lane:
 
     @contextlib.contextmanager
     def after(self, other: _Lane, its: int, piece: int) -> Iterator[None]:
-        """Queue the work done inside as ``piece``, to run after piece ``its`` of ``other``."""
+        """Queue the work inside the block as ``piece``, to run after piece ``its`` of ``other``."""
         if self.stream is None:
             yield
             return
@@ -280,7 +279,7 @@ class InnerOptimizer:
         embeddings: Collection[str] = (),
         matrices: Collection[str] = (),
     ) -> None:
-        self.offload, self._settings = offload, settings
+        self.offload = offload
         #: Names of the parameters that ``weight_decay_on`` excludes from weight decay. A row of an
         #: embedding rarely gets a gradient, but decay would shrink it at each step (OLMo 2, arXiv
         #: 2501.00656).
@@ -397,16 +396,13 @@ class InnerOptimizer:
 
     @property
     def line(self) -> str:
-        """The optimizer and where its state is, for the log."""
+        """The log line that names this rank's optimizers and says where their state is."""
         where = "host memory, copied during the arithmetic" if self.offload else "device memory"
-        # Create optimizers for a dummy parameter, since this rank may have no rows at all.
-        factory, what = OPTIMIZERS[self._settings.optimizer], ""
-        plain = factory([nn.Parameter(torch.zeros(1))], self._settings)
-        fused = "fused " if plain.param_groups[0].get("fused") else ""
-        if self._apart:
-            matrix = factory([MatrixRows.of(torch.zeros(1, 1), (1, 1))], self._settings)
-            what = f"{type(matrix).__name__} for matrices of decoder layers, for the rest "
-        return f"✓ Using {what}{fused}{type(plain).__name__}, its state in {where}"
+        names = dict.fromkeys(
+            ("fused " if each.param_groups[0].get("fused") else "") + type(each).__name__
+            for each in self._optimizers
+        )
+        return f"✓ Using {' and '.join(names)}, with the state in {where}"
 
     def state_dict(self) -> dict[str, Any]:
         rows = {checkpoint_key(name): rows for name, rows in self.state.items()}
@@ -484,14 +480,15 @@ class InnerOptimizer:
             param.grad = None
 
     def _moments(self, bucket: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a bucket's state as pairs: rows in host memory, their place on the device."""
+        """Yield pairs of a bucket's rows in host memory and their place on the device."""
         for i in self._buckets[bucket]:
             state = self._optimizers[bucket].state[self._params[i]]
             for name in self.keeps[i].rows:
                 yield self.state[name][i], state[name]
 
     def _fetch(self, bucket: int) -> None:
-        # There are two places. This one is free once the bucket two before this one has left it.
+        # The buckets take turns in two places, so this place is free once the bucket that used it
+        # before has left.
         with self._coming.after(self._leaving, bucket - 2, bucket):
             for host, place in self._moments(bucket):
                 place.copy_(host, non_blocking=True)

@@ -12,7 +12,6 @@ Parameters have the names that PEFT gives them in a transformers model, without 
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -99,7 +98,7 @@ def read_rules(given: str, base: Mapping[str, Any], name: str = "") -> dict[str,
         name: The base's name on the hub, with its commit.
 
     Raises:
-        ConfigError: If it is anything else.
+        ConfigError: If ``given`` is neither such rules nor such a folder.
     """
     rules: dict[str, Any] = {"r": 16, "targets": _ALL}
     words, known = given.split(","), {"r", "alpha", "targets", "train", "dtype"}
@@ -154,18 +153,11 @@ def _of_folder(folder: Path) -> dict[str, Any]:
         ) from None
 
 
-def _is_no_kernel_warning(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
-
-
 def peft_config(model_config: Mapping[str, Any]) -> Any:
     """Return the ``peft.LoraConfig`` of a network's adapters. Raises UnfitModelError."""
     rules = LoraRules.of(model_config)
     if line := missing({LORA: "a network that trains adapters"}):
         raise UnfitModelError(line)
-    # PEFT imports bitsandbytes if it is installed. On some CPUs bitsandbytes then warns about a
-    # missing package, even though the package only speeds up a 4-bit base and there may be none.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_kernel_warning)
     from peft import LoraConfig
 
     base, _, commit = rules.base.partition("@")
@@ -223,7 +215,7 @@ class Lora(CausalLM):
     def differs(
         self, network: nn.Module, model: nn.Module, named: Mapping[str, nn.Parameter]
     ) -> str:
-        """Return how a script's ``model`` uses its adapters differently; empty if it does not.
+        """Return how a script's ``model`` differs in its use of adapters; empty if it does not.
 
         Comparing tensors would not reveal a different ``alpha``, DoRA or a merged adapter.
         """
@@ -255,7 +247,7 @@ class Lora(CausalLM):
         *,
         merge: bool,
     ) -> None:
-        """Write adapters that PEFT can read; ``merge``: write the whole model with them merged."""
+        """Write adapters that PEFT can read, or with ``merge`` the model with merged adapters."""
         places = {name: (path, (name, shape)) for path, each in files for name, shape in each}
         names = [name for name in places if (".lora_" in name) != merge]
         rules = LoraRules.of(config)
@@ -286,7 +278,7 @@ def _write(path: Path, shapes: Mapping[str, tuple[int, ...]], values: Iterable[T
 
 
 def begin(folder: Path, model_config: Mapping[str, Any]) -> None:
-    """Write the adapters that a network begins with: A drawn as PEFT draws it, and B zero."""
+    """Write the adapters that a network begins with: A is drawn as in PEFT, and B is zero."""
     generator = torch.Generator().manual_seed(0)
     model = build_meta_model(model_config)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if ".lora_" in n}

@@ -87,10 +87,10 @@ def plan_batch(*, micro_batch: int, effective: int, world_size: int) -> BatchPla
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What :func:`plan_memory` has decided for the network's inner optimizer.
+    """The arrangement that :func:`plan_memory` has chosen, and the memory that it takes.
 
     ``bytes_needed`` is an estimate for one rank's device. ``rung``: the place on the ladder of
-    arrangements, where 0 is the fastest; ``is_last``: no other arrangement takes less memory.
+    arrangements, where 0 is the fastest. ``is_last``: whether no arrangement takes less memory.
     """
 
     per_block: bool
@@ -194,5 +194,5 @@ def plan_memory(
 
 
 def _choices(value: str, on: str) -> list[bool]:
-    """List the choices that a setting leaves open, off before on."""
+    """Return the choices that a setting leaves open, "off" before "on"."""
     return [False, True] if value == "auto" else [value == on]

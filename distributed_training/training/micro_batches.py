@@ -1,4 +1,4 @@
-"""The micro-batches of one inner step: forward, backward, and the gradients of the whole step.
+"""Run the micro-batches of one inner step, and find how many sequences fit into memory.
 
 FSDP accumulates gradients where they are computed and reduces them over ranks once, at the last
 micro-batch, or at each micro-batch if memory is short. With ``--neuron.local_batch_size_train
@@ -74,10 +74,10 @@ class KnownSize:
         self.rung, self.most, self.fastest = found.rung, found.most, found.fastest
 
     def agree(self, stream: RowStream, rung: int) -> None:
-        """Adopt the smallest sizes of all ranks, which are at ``rung``. Collective.
+        """Adopt the smallest sizes that any rank knows; all ranks are at ``rung``. Collective.
 
-        Each machine has its own file, which may apply to only some ranks, since their GPUs may
-        differ. A rank that measured without the others would wait for them forever.
+        Each machine has its own file, and the file may apply to only some ranks if their GPUs
+        differ. If a rank measured without the others, it would wait for them forever.
         """
         if rung != self.rung:
             self.rung, self.most, self.fastest = rung, None, None
@@ -185,9 +185,13 @@ class MicroBatches:
         return "it starts again, and arranges memory in the next way that takes less"
 
     @property
-    def failures(self) -> tuple[type[Exception], ...]:
-        """Errors in a pass after which the step can be run again."""
-        return (torch.OutOfMemoryError, *_compiler_errors(self.compiled))
+    def compiler_errors(self) -> tuple[type[Exception], ...]:
+        """The exceptions that come from torch.compile itself, not from the compiled model."""
+        if not self.compiled:
+            return ()
+        from torch._dynamo.exc import TorchDynamoException
+
+        return (TorchDynamoException,)
 
     def prepare_again(self, error: Exception, plan: BatchPlan) -> None:
         """Prepare to run the step again, in smaller pieces or without the compiler.
@@ -236,7 +240,7 @@ class MicroBatches:
         """
         try:
             return self._trial(sequences, length, end_step)
-        except _compiler_errors(self.compiled) as error:
+        except self.compiler_errors as error:
             self._uncompile(error)
             return self._trial(sequences, length, end_step)
 
@@ -289,17 +293,13 @@ class MicroBatches:
             result.append(torch.zeros_like(shard.local) if grad is None else grad.to_local())
         return result
 
-    def pending(self) -> Tensor | None:
-        """Return the current step's batches as one host tensor, or None if there are none."""
-        return torch.stack(self.batches).cpu() if self.batches else None
-
     def drop(self) -> None:
         """Forget an unfinished step, and every gathered weight."""
         self.discard()
         self.forget()
 
     def forget(self) -> None:
-        """Forget the step's micro-batches: it is over."""
+        """Forget the micro-batches of a step that has ended."""
         self.loss_sum.zero_()
         self.count = 0
         self.batches, self.notes = [], []
@@ -307,8 +307,8 @@ class MicroBatches:
     def discard(self, *, free: bool = False) -> None:
         """Drop the results of the current step, but keep its batches.
 
-        ``free``: also release the memory that the allocator caches, in blocks whose sizes would not
-        suit the next pieces.
+        ``free``: also release the memory that the allocator caches, because the sizes of its blocks
+        would not suit the next pieces.
         """
         self.sharded.discard_gradients()
         self.loss_sum.zero_()
@@ -343,15 +343,6 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0]
 
 
-def _compiler_errors(compiled: bool) -> tuple[type[Exception], ...]:
-    """Return the exceptions that come from torch.compile itself, not from the compiled model."""
-    if not compiled:
-        return ()
-    from torch._dynamo.exc import TorchDynamoException
-
-    return (TorchDynamoException,)
-
-
 # Fraction of the free memory to use; the rest is for later needs, such as encoding an upload.
 _MARGIN = 0.85
 
@@ -359,32 +350,29 @@ _MARGIN = 0.85
 # micro-batches would waste more of its end, and one larger than a block would train on nothing.
 AUTO_AT_MOST = 32
 _CPU_AT_MOST = 16
-_BLOCK_LENGTH = 1024  # tokens per sequence; if sequences are longer, a block has fewer
+_BLOCK_LENGTH = 1024  # tokens per sequence; a block has fewer sequences if they are longer
 
 # Allow only a little rounding, since more sequences per inner step change the training itself.
 _EXCESS = 0.03
 
 
-def sizes_to_try(
-    settings: TrainingSettings, world_size: int, device: torch.device
-) -> tuple[list[int], str]:
-    """Return the sizes that ``auto`` may choose, 1, 2, 4, ..., and why no larger one is listed."""
+def sizes_to_try(settings: TrainingSettings, world_size: int, device: torch.device) -> list[int]:
+    """Return the sizes that ``auto`` may choose: 1, 2, 4, ...
+
+    A size may not exceed the effective batch, change it noticeably, or waste much of a data block.
+    """
     effective = settings.local_batch_size_train_effective
     most = min(AUTO_AT_MOST, AUTO_AT_MOST * _BLOCK_LENGTH // settings.sequence_length)
+    if device.type == "cpu":
+        most = min(most, _CPU_AT_MOST)
     sizes = [1]
-    while True:
-        size = 2 * sizes[-1]
-        if size * world_size > effective:
-            return sizes, "that is the effective batch"
-        if size > most:
-            return sizes, f"{size} would waste too much of each block of data"
+    while (size := 2 * sizes[-1]) <= most and size * world_size <= effective:
         # A larger size would round up to at least as much, so no size is missed.
         plan = plan_batch(micro_batch=size, effective=effective, world_size=world_size)
         if plan.effective > effective * (1 + _EXCESS):
-            return sizes, f"{size} would make the effective batch {plan.effective}"
-        if device.type == "cpu" and size > _CPU_AT_MOST:
-            return sizes, "enough for a CPU"
+            break
         sizes.append(size)
+    return sizes
 
 
 def find_micro_batch(
@@ -424,13 +412,11 @@ def measured_micro_batch(
     what this one has found. Raises ConfigError if no other memory arrangement is left.
     """
     known, stream, device = step.known, step.stream, step.sharded.device
-    sizes, why = sizes_to_try(settings, stream.world_size, device)
+    sizes = sizes_to_try(settings, stream.world_size, device)
     if known.fastest in sizes:  # the effective batch may have changed since
         step.say(f"--neuron.local_batch_size_train auto: {known.fastest}, as found before")
         return known.fastest
-    if known.most is not None and known.most < sizes[-1]:
-        sizes = [size for size in sizes if size <= known.most]
-        why = f"more than {known.most} ran out of memory before"
+    sizes = [size for size in sizes if size <= (known.most or size)]
     room, first = math.inf, sizes[0]
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -466,9 +452,7 @@ def measured_micro_batch(
         line = f"--neuron.local_batch_size_train auto: not even one sequence fits: {step.lower()}"
         raise ConfigError(line) if step.sharded.plan.is_last else torch.OutOfMemoryError(line)
     tried = ", ".join(f"{size}: {rate:.2f}" for size, rate in rates.items())
-    step.say(
-        f"--neuron.local_batch_size_train auto: {best} (sequences/s by micro-batch: {tried}; {why})"
-    )
+    step.say(f"--neuron.local_batch_size_train auto: {best} (sequences/s by micro-batch: {tried})")
     # One rank of each machine writes: the ranks of a machine share the file.
     if stream.layout.shard == 0:
         known.measured(best)

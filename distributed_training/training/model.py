@@ -41,9 +41,6 @@ from distributed_training.protocol.types import Schema
 from .copies import write_safetensors
 from .weights import load_weights
 
-# Keys in a config.json published by an earlier version that are not part of the model.
-CONFIG_EXTRAS = ("total_inner_steps", "total_tokens")
-
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
@@ -66,8 +63,8 @@ def plain_name(name: str) -> str:
 def _parameters_on_meta() -> Iterator[None]:
     """Put the parameters, but not the buffers, of modules built inside on the meta device.
 
-    Buffers such as rotary frequencies are computed at construction and no checkpoint has them: on
-    the meta device they would be lost.
+    Buffers such as rotary frequencies are computed at construction, and no checkpoint has them. So
+    they would be lost on the meta device.
     """
     original = nn.Module.register_parameter
 
@@ -88,10 +85,10 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def of_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a published ``config.json`` that belong to transformers."""
-    return {k: v for k, v in config.items() if k not in (*CONFIG_EXTRAS, MODEL_RULES)}
+    return {k: v for k, v in config.items() if k != MODEL_RULES}
 
 
-_MOST_PARTS = 1000  # limit on layers, heads, experts and labels: the largest models have 500
+_MOST_PARTS = 1000  # limit on layers, heads, experts and labels; the largest models have 500
 
 
 def hf_config(model_config: Mapping[str, Any]) -> Any:
@@ -142,7 +139,7 @@ def build_causal_lm(
 
     try:
         config = hf_config(model_config)
-        # Refuse these before building, since transformers refuses some with other messages.
+        # Refuse these before building, so that their message is ours and not that of transformers.
         for name in _NO_ATTENTION:
             if getattr(config, name, None):
                 raise _unfit_attention(name)
@@ -155,7 +152,7 @@ def build_causal_lm(
         )
     except ConfigError:
         raise
-    # Transformers checks some values; for others it may raise any error.
+    # Transformers checks only some values; the others may raise any error.
     except Exception as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())
         if "scaled_dot_product_attention" in why:
@@ -297,7 +294,8 @@ def sdpa_causal(
         if name != "sliding_window":
             raise _unfit_attention(name)
         if option < length:
-            # Each position sees as many positions as the window has: itself and the ones before.
+            # Each position attends to itself and to the positions before it, as many as the window
+            # has.
             seen = torch.ones(length, length, dtype=torch.bool, device=query.device)
             attention_mask = seen.tril().triu(1 - option)
     mixed: tuple[Tensor, None] = sdpa_attention_forward(
@@ -314,11 +312,17 @@ def _unfit_attention(name: str) -> UnfitModelError:
 
 
 def attention_line(config: Any, device: torch.device, dtype: torch.dtype, length: int) -> str:
-    """Name the SDPA kernel that PyTorch will run, and the reason if it is a slow one."""
+    """Return a log line that names the attention kernel that PyTorch will run."""
     from torch.nn.attention import SDPBackend
 
     if device.type != "cuda":
         return "Attention: SDPA on the CPU"
+    window = getattr(config, "sliding_window", None)
+    if window and window < length:
+        return (
+            f"Attention: SDPA, with a mask in layers that have the window of {window} tokens, for "
+            "which there is no flash kernel"
+        )
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -328,19 +332,8 @@ def attention_line(config: Any, device: torch.device, dtype: torch.dtype, length
     choice = torch._fused_sdp_choice(
         q.requires_grad_(), k, k, is_causal=True, enable_gqa=groups != heads
     )
-    name = SDPBackend(choice).name
-    window = getattr(config, "sliding_window", None)
-    if window and window < length:
-        return (
-            f"Attention: SDPA, with a mask in layers that have the window of {window} tokens, for "
-            "which there is no flash kernel"
-        )
-    if name in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
-        return f"Attention: SDPA, {name.partition('_')[0].lower()} kernel"
-    return (
-        f"Attention: SDPA, {name.lower()} kernel: no flash attention for {dtype} with "
-        f"head_dim {width} on this GPU"
-    )
+    name = SDPBackend(choice).name.removesuffix("_ATTENTION").lower()
+    return f"Attention: SDPA, {name} kernel"
 
 
 # --- loss ----------------------------------------------------------------------------------------
@@ -420,7 +413,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         (scale,) = grads
-        # Forward has computed both gradients together with the loss: the logits are gone by now.
+        # Forward has computed both gradients with the loss, because the logits are gone by now.
         made = (None if each is None else each * scale for each in ctx.saved_tensors)
         return (*made, None, None, None, None)
 

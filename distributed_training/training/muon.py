@@ -1,4 +1,4 @@
-"""Muon: the inner optimizer for whole matrices, of which each rank keeps some rows.
+"""Step whole matrices, of which each rank keeps some rows, with the inner optimizer Muon.
 
 Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) replaces a matrix's momentum
 with the nearest orthogonal matrix, found by five Newton-Schulz steps, so that the weights move
@@ -32,7 +32,7 @@ from .collectives import row_range
 MOMENTUM = 0.95
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
-#: Values, and the pending transfer that delivers them (None: they have already arrived).
+#: Values, and the transfer that is still delivering them (None: they have already arrived).
 Arriving = tuple[Tensor, dist.Work | None]
 
 

@@ -1,4 +1,4 @@
-"""Outer rules: how uploads become the update of an outer step.
+"""Define outer rules, which say how uploads become the update of an outer step.
 
 A rule has up to five parts (:class:`OuterRule`). It decides what members send of their movement and
 how much of the rest they keep for the next upload. It also decides which members average with each
@@ -145,7 +145,7 @@ def _failed(rule: OuterRule, part: str, why: str) -> ConfigError:
     )
 
 
-#: Name -> rule.
+#: The outer rules, keyed by the names that a network's file may give.
 OUTER_RULES: Kinds[OuterRule] = Kinds("outer rule")
 
 

@@ -64,7 +64,7 @@ PARTS_TIMEOUT = timedelta(minutes=10)
 
 
 class UploadHandle(BackgroundWrite):
-    """A job in which this rank writes an upload. Rank 0's is done once the file is at ``path``."""
+    """A job in which this rank writes an upload; rank 0's job ends once the file is at ``path``."""
 
     def __init__(self, path: Path, header: Header) -> None:
         super().__init__("upload")
@@ -103,7 +103,7 @@ class UploadHandle(BackgroundWrite):
 
 @dataclass(frozen=True)
 class _Movement:
-    """This rank's rows that an upload is computed from, in host memory, never changed."""
+    """The rows of this rank from which an upload is computed; they are never changed."""
 
     start: Sequence[Tensor]
     weights: Sequence[Tensor]
@@ -121,19 +121,19 @@ class _Movement:
         return rows.add_(residual)
 
     def sent(self, rows: Tensor) -> Tensor:
-        """Return what is sent of ``rows``, which is :meth:`rows` as (rows, columns)."""
+        """Return the part that is sent of ``rows``, a result of :meth:`rows` as a matrix."""
         return rows if self.rule.select is None else self.rule.select(rows)
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """This rank's rows of everything that a commit swaps in, and the values that go with them."""
+    """The rows of this rank that a commit swaps in, and the values that go with them."""
 
     weights: list[Tensor]
     present: list[Tensor]  # the weights plus the training done since the upload
     epoch_id: str
     outer_step: int
-    start: str  # digest of the weights, hex
+    start: str  # digest of the weights, in hex
     residual: list[Tensor] | None
     uploaded_steps: int  # inner steps that count for the previous outer step
     dropped: str
@@ -175,7 +175,7 @@ class OuterStep:
         self._schema = [(shard.name, shard.shape) for shard in self._shards]
         self._vectors = [i for i, shard in enumerate(self._shards) if shard.is_one_row]
         self.residual: list[Tensor] | None = None  # None until an upload has lost something
-        self.start = ""  # digest of the epoch-start weights, hex
+        self.start = ""  # digest of the epoch-start weights, in hex
         self.serial: int | None = None  # number of the close for which ``_written`` was uploaded
         self.dropped = ""  # describes what the last commit dropped; empty if it dropped nothing
         self._written_steps = 0  # inner steps in ``_written``
@@ -300,7 +300,7 @@ class OuterStep:
     def _rows_of_upload(
         self, moved: _Movement, wholes: Mapping[int, Tensor]
     ) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield what this rank writes: the parameter's index, the first row, the rows."""
+        """Yield the rows that this rank writes, with the parameter's index and the first row."""
         for index, shard in enumerate(self._shards):
             if index in wholes:
                 if self._stream.rank == 0:
@@ -330,7 +330,7 @@ class OuterStep:
         merged = update.base is Base.MERGED and header is not None
 
         def read() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-            """Return the next epoch start, the weights that the rest counts from, the residual."""
+            """Return the next epoch start, the base of late training, and the residual."""
             weights = self._next_start(update)
             if update.base is Base.KEPT:
                 return weights, self.epoch_start or [], []
@@ -460,7 +460,7 @@ class OuterStep:
         return [moved.rows(index).sub_(self._decode(opened, index)) for index in indices]
 
     def _decode(self, file: UpdateFile, index: int) -> Tensor:
-        """Return this rank's rows of one parameter."""
+        """Return this rank's rows of one parameter in ``file``."""
         shard = self._shards[index]
         if index in self._vectors:  # the parameter is one row of the file
             return file.rows(index, 0, 1).view(shard.shape)[shard.start : shard.stop]

@@ -26,12 +26,12 @@ from .model import build_meta_model, initial_weights, kind_of
 from .weights import checked_tensor
 
 INDEX = "model.safetensors.index.json"
-# A tensor in old files that models now compute from their configuration.
+# Old files have this tensor, which models now compute from their configuration.
 _COMPUTED = ".rotary_emb.inv_freq"
 
 
 class WeightsError(ValueError):
-    """A network cannot begin with this folder: the cause, and a remedy."""
+    """A network cannot begin with this folder. The text is the cause; ``remedy`` is the remedy."""
 
     def __init__(self, cause: str, remedy: str) -> None:
         super().__init__(cause)
@@ -63,18 +63,12 @@ def read_weights(
         for path in (*_files(folder), *(() if more is None else _files(more))):
             try:
                 file = stack.enter_context(safe_open(path, "pt"))
-                twice = next(iter(files.keys() & file.keys()), None)
                 files |= dict.fromkeys(file.keys(), (path, file))
             except Exception as error:  # noqa: BLE001 - foreign bytes: safetensors' own errors
                 why = " ".join(str(error).split())
                 raise WeightsError(
                     f"{path} cannot be read ({why:.200})", "download it again"
                 ) from None
-            if twice is not None:
-                raise WeightsError(
-                    f"{path} and another file of its folder have {twice:.100} each",
-                    "remove the files that an earlier save left",
-                )
         known = {name for group in names.values() for name in group} | {*buffers}
         for name in sorted(files):
             if name not in known and not name.endswith(_COMPUTED):
@@ -133,7 +127,7 @@ def write_frozen(
 ) -> None:
     """Write the frozen tensors in their own dtypes, from a folder or with initial values.
 
-    ``more``: as in :func:`read_weights`. Raises OSError, and WeightsError like that function.
+    ``more`` and WeightsError: as in :func:`read_weights`. Raises OSError too.
     """
     model = build_meta_model(model_config)
     fixed = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
@@ -165,18 +159,14 @@ def _files(folder: Path) -> list[Path]:
         )
     try:
         content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        paths = [folder / shard for shard in sorted({*content["weight_map"].values()})]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(
-            f"{folder / INDEX} cannot be read ({error})", "choose a folder of save_pretrained"
+            f"{folder / INDEX} cannot be read ({type(error).__name__}: {error!s:.200})",
+            "download it again",
         ) from None
-    if not isinstance(content, dict):
-        raise WeightsError(f"{folder / INDEX} is not a JSON object", "download it again")
-    shards = content.get("weight_map")
-    if not isinstance(shards, dict) or not shards:
-        raise WeightsError(f"{folder / INDEX} has no weight_map", "download it again")
-    for shard in shards.values():
-        if not isinstance(shard, str) or not (folder / shard).is_file():
-            raise WeightsError(
-                f"{folder / INDEX} names {shard!r:.100}, which is missing", "download that file"
-            )
-    return [folder / shard for shard in sorted(set(shards.values()))]
+    if lost := [path for path in paths if not path.is_file()]:
+        raise WeightsError(
+            f"{folder / INDEX} names {lost[0].name}, which is missing", "download it"
+        )
+    return paths

@@ -55,12 +55,12 @@ class Steps:
 
     @property
     def step_count(self) -> int:
-        """Number of finished steps; with several optimizers, of the one with the most."""
+        """The number of finished steps; with several optimizers, the largest of their numbers."""
         return max(self._ended)
 
     @property
     def under_way(self) -> bool:
-        """Return whether an optimizer is changing weights, or was when an error ended it."""
+        """Whether an optimizer is changing weights, or was doing so when it raised an error."""
         return bool(self._under_way)
 
     def _begin(self, index: int, *_: object) -> None:
@@ -164,18 +164,18 @@ class ScriptWeights(HeldWeights):
         meta = build_meta_model(model_config)
         named, tied = _named(model, meta), tied_names(meta)
         trained = {id(p) for each in optimizers for g in each.param_groups for p in g["params"]}
-        problems = _problems(meta, tied, named, trained, stream.world_size)
-        problem = next(problems, None)
-        if problem is None and (differs := kind_of(model_config).differs(meta, model, named)):
-            problem = f"{differs}, {_NOTHING}: build the model as the network's file says"
+        found = next(_problems(meta, tied, named, trained, stream.world_size), None)
+        if found is None and (differs := kind_of(model_config).differs(meta, model, named)):
+            found = differs, "build the model as the network's file says"
+        problem = None if found is None else f"{found[0]}, {_NOTHING}: {found[1]}"
         stream.raise_if_any(problem, ValueError)
         shards = [_shard(name, named[name], stream) for name, _ in schema_of(meta)]
         held = {name: named[name] for name, _ in schema_of(meta, frozen=True)}
         if held:
             path = stream.from_rank_0(frozen)
-            assert path is not None  # a network's file that freezes tensors names this file
+            assert path is not None  # a network with frozen tensors always has this file
             _load_frozen(held, path, stream)
-        # Install the hooks only once all ranks are sure to continue: nothing would remove them.
+        # Install the hooks only once all ranks are sure to continue, since nothing removes them.
         self.steps = Steps(optimizers)
         super().__init__(
             shards=shards,
@@ -212,21 +212,10 @@ class ScriptWeights(HeldWeights):
         return copies
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            **self._progress,
-            "in_step": self.in_step,
-            "weights": [shard.local for shard in self.shards],
-            **self.outer.state_dict(),
-        }
+        return super().state_dict() | {"in_step": self.in_step}
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        for shard, rows in zip(self.shards, state["weights"], strict=True):
-            shard.local.copy_(rows)
-        self.outer.load_state_dict(state)
-        self._load_progress(state)
-        self.drop_step()
-        return not state["in_step"]
+        return super().load_state_dict(state) and not state["in_step"]
 
     def _reshard(self) -> None:
         for module in self._sharded:
@@ -296,47 +285,33 @@ def _load_frozen(held: Mapping[str, nn.Parameter], path: Path, stream: RowStream
         )
 
 
-def _describe_missing(
-    missing: str, wanted: Collection[str], named: Mapping[str, nn.Parameter], other: str
-) -> str:
-    """Return the line for a model that lacks a parameter: what the model is, and a remedy."""
-    for found in named:
-        prefix = found.removesuffix(missing)
-        if prefix != found and prefix.endswith(".") and all(prefix + n in named for n in wanted):
-            inner = prefix.removesuffix(".")
-            return (
-                f"the model is a wrapper that holds the network's model as {inner}, {_NOTHING}: "
-                f"pass model.{inner} instead"
-            )
-    adapters = any("lora_" in name for name in wanted)
-    if not adapters and any("lora_" in n or n.startswith("base_model.") for n in named):
-        return (
-            f"the model has adapters (LoRA, PEFT) but no {missing}, which the network's has, "
-            f"{_NOTHING}: join with the model without adapters"
-        )
-    return f"the model has no parameter {missing}, which the network's has, {_NOTHING}: {other}"
-
-
 def _problems(
     network: nn.Module,
     tied: Mapping[str, str],
     named: Mapping[str, nn.Parameter],
     trained: set[int],
     world_size: int,
-) -> Iterator[str]:
-    """Yield the reasons why these parameters do not match the network's or cannot be trained.
+) -> Iterator[tuple[str, str]]:
+    """Yield why these parameters do not match the network's or cannot be trained, and a remedy.
 
     ``network``: the network's model, on the meta device.
     """
     other = "build the model from the network's config.json (distributed_training.model_config())"
     wanted = {plain_name(name): each for name, each in network.named_parameters()}
-    if any("lora_" in name for name in wanted):
+    adapters = any("lora_" in name for name in wanted)
+    if adapters:
         other = (
             "make adapters with get_peft_model(model, distributed_training.lora_config()) on the "
             "network's base"
         )
     if missing := next((name for name in wanted if name not in named), ""):
-        yield _describe_missing(missing, wanted, named, other)
+        endings = (name.removesuffix(missing) for name in named if name.endswith(f".{missing}"))
+        if inner := next((p for p in endings if all(p + name in named for name in wanted)), ""):
+            inner = inner.removesuffix(".")
+            other = f"pass model.{inner}, which is the network's model, instead of its wrapper"
+        elif not adapters and any("lora_" in n or n.startswith("base_model.") for n in named):
+            other = "join with the model without adapters (LoRA, PEFT)"
+        yield f"the model has no parameter {missing}, which the network's has", other
         return
     for name, theirs in wanted.items():
         parameter = named[name]
@@ -345,61 +320,53 @@ def _problems(
             shape = parameter.quant_state.shape  # type: ignore[attr-defined]
         elif not parameter.is_floating_point():
             sharded = " and is sharded by FSDP" if isinstance(parameter.data, DTensor) else ""
-            yield (
-                f"{name} is quantized{sharded}, {_NOTHING}: load the base in the dtype of the "
-                "network's file, or in 4 bits with bitsandbytes, without FSDP"
-            )
+            remedy = "load the base in the dtype of the network's file, or in 4 bits with "
+            yield f"{name} is quantized{sharded}", f"{remedy}bitsandbytes, without FSDP"
         if shape != theirs.shape:
             yield (
-                f"{name} has the shape {tuple(shape)}, not the network's {tuple(theirs.shape)}, "
-                f"{_NOTHING}: {other}"
+                f"{name} has the shape {tuple(shape)}, not the network's {tuple(theirs.shape)}",
+                other,
             )
         if theirs.requires_grad:
             yield from _of_trained(name, parameter, trained)
         elif parameter.requires_grad:  # otherwise it gets no gradient, and optimizers skip it
-            yield (
-                f"{name} is trained here, but in this network it is frozen, {_NOTHING}: call "
-                "requires_grad_(False) on it"
-            )
+            what = f"{name} is trained here, but in this network it is frozen"
+            yield what, "call requires_grad_(False) on it"
         if parameter.is_meta:
-            yield f"{name} has no memory yet (device meta), {_NOTHING}: call to_empty() first"
+            yield f"{name} has no memory yet (device meta)", "call to_empty() first"
         if isinstance(parameter.data, DTensor):
             mesh, placements = parameter.data.device_mesh, parameter.data.placements
             if (mesh.ndim, mesh.size(), *placements) != (1, world_size, Shard(0)):
                 yield (
                     f"{name} is sharded as {placements} over a mesh of {tuple(mesh.shape)}, but "
-                    f"rows are needed over all {world_size} ranks, {_NOTHING}: call "
-                    "fully_shard(module) without a mesh of your own"
+                    f"rows are needed over all {world_size} ranks",
+                    "call fully_shard(module) without a mesh of your own",
                 )
     ours = {id(named[name]): name for name in reversed(wanted)}
     for name, parameter in named.items():
         first = ours.get(id(parameter))
         if first is None:
             why = f" ({tied[name]}, to which it is tied, is one)" if name in tied else ""
-            yield f"{name} is not a parameter of the network's model{why}, {_NOTHING}: {other}"
+            yield f"{name} is not a parameter of the network's model{why}", other
         elif name in wanted and first != name:
-            yield (
-                f"{name} is tied to {first}, but in the network's model it is not, {_NOTHING}: "
-                "set tie_word_embeddings as in the network's config.json"
-            )
+            what = f"{name} is tied to {first}, but in the network's model it is not"
+            yield what, "set tie_word_embeddings as in the network's config.json"
 
 
-def _of_trained(name: str, parameter: nn.Parameter, trained: set[int]) -> Iterator[str]:
-    """Yield the reasons why a parameter that the network trains cannot be trained as it is."""
+def _of_trained(name: str, parameter: nn.Parameter, trained: set[int]) -> Iterator[tuple[str, str]]:
+    """Yield why a parameter that the network trains cannot be trained as it is, and a remedy."""
     if parameter.dtype != torch.float32:
         dtype = str(parameter.dtype).removeprefix("torch.")
         yield (
-            f"{name} is {dtype}, but the network's weights are float32, which updates need, "
-            f"{_NOTHING}: keep parameters in float32, and compute in bfloat16 with "
-            "torch.autocast or FSDP's MixedPrecisionPolicy"
+            f"{name} is {dtype}, but the network's weights are float32, which updates need",
+            "keep parameters in float32, and compute in bfloat16 with torch.autocast or FSDP's "
+            "MixedPrecisionPolicy",
         )
     if not parameter.requires_grad:
-        yield (
-            f"{name} is frozen, but this network trains it, {_NOTHING}: call requires_grad_(True) "
-            "on it before you create the optimizer"
-        )
+        what = f"{name} is frozen, but this network trains it"
+        yield what, "call requires_grad_(True) on it before you create the optimizer"
     elif id(parameter) not in trained:
         yield (
-            f"{name} is in no group of the optimizer, which would never train it, {_NOTHING}: "
-            "create the optimizer from model.parameters() after fully_shard(), or pass all of them"
+            f"{name} is in no group of the optimizer, which would never train it",
+            "create the optimizer from model.parameters() after fully_shard(), or pass all of them",
         )

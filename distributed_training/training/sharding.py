@@ -62,7 +62,7 @@ from .throughput import flops_per_token
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """One rank's part of the model, ready to train once weights are loaded, and facts about it."""
+    """One rank's part of the model, which can train once weights are loaded, and facts about it."""
 
     model: nn.Module  # the Hugging Face model; its parameters are DTensors
     root: ModelWithLoss  # FSDP's root module
@@ -90,17 +90,6 @@ class ShardedModel:
         # Compare identities, since a layer does not know its name in the model.
         own = {id(parameter) for parameter in blocks_of(self.model).parameters()}
         return {s.name for s in self.shards if len(s.shape) == 2 and id(s.dtensor) in own}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"weights": [shard.local for shard in self.shards]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy rows into the shards.
-
-        The caller drops gathered weights (:meth:`discard_gradients`).
-        """
-        for shard, rows in zip(self.shards, state["weights"], strict=True):
-            shard.local.copy_(rows)
 
     def discard_gradients(self) -> None:
         """Drop gathered weights and all accumulated gradients, even after a failed backward.
@@ -228,7 +217,7 @@ def build_sharded_model(
 
 
 def _least(here: int | None) -> int:
-    """Return the smallest number of any rank (None: no limit): all must make the same plan."""
+    """Return the smallest number of any rank (None: no limit), so that all make the same plan."""
     number = torch.tensor(1 << 62 if here is None else here)
     if dist.is_initialized():
         dist.all_reduce(number, dist.ReduceOp.MIN)
@@ -239,8 +228,9 @@ def set_up_gpu(device: torch.device, model: nn.Module, compute_dtype: torch.dtyp
     """Apply the settings that concern a whole GPU; return a log line for each.
 
     In bf16, TF32 would affect only one product, position times frequency in the rotary embedding.
-    It would round an angle at position 1,000 by up to a quarter of a radian, which no validator or
-    peer does. So in bf16 it stays off. In float32 it is on, except in that product.
+    It would round an angle at position 1,000 by up to a quarter of a radian, and the validator and
+    other members do not do that. So in bf16 it stays off. In float32 it is on, except in that
+    product.
     """
     allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     allocator = allocator or "torch default; PYTORCH_CUDA_ALLOC_CONF is empty"

@@ -54,7 +54,7 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float:
 class StepMeter:
     """Measures each step on ``device``.
 
-    ``utilization``: returns how busy this rank's GPU is, in percent; None if nothing measures it.
+    ``utilization``: returns the utilization of this rank's GPU in percent; None: not measured.
     ``flops_per_token``: this rank's share of the model's FLOPs. Without a known peak there is no
     MFU.
     """

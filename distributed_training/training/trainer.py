@@ -24,7 +24,7 @@ from . import sharding
 from .collectives import Layout, ParameterShard, open_stream
 from .frozen import FrozenTensors, kept_buffers
 from .held_weights import HeldWeights
-from .inner_optimizer import NEAR_THE_END, InnerOptimizer, Schedule
+from .inner_optimizer import InnerOptimizer, Schedule
 from .memory_plan import plan_batch
 from .micro_batches import KnownSize, MicroBatches, facts_of, measured_micro_batch
 from .sharding import build_sharded_model
@@ -32,9 +32,9 @@ from .throughput import StepMeter, start_profiler
 
 log = logging.getLogger(__name__)
 
-#: After this many consecutive inner steps with NaN or Inf, the last good checkpoint is loaded. Then
-#: this many inner steps run at half the learning rate: the same data at the same rate would diverge
-#: again.
+#: After ``NAN_LIMIT`` consecutive inner steps with NaN or Inf, the last good checkpoint is loaded.
+#: The next ``SLOW_STEPS`` inner steps run at half the learning rate, because the same data at the
+#: same rate would diverge again.
 NAN_LIMIT, SLOW_STEPS = 3, 50
 
 
@@ -196,20 +196,6 @@ class Trainer(HeldWeights):
 
     # --- weights -------------------------------------------------------------------------------
 
-    def load_weights(self, path: Path | None) -> None:
-        """Load rank 0's safetensors file into the shards of all ranks.
-
-        The optimizer state and the schedule stay unchanged. Collective.
-
-        Args:
-            path: Rank 0's file. The value on other ranks is ignored.
-
-        Raises:
-            ValueError: On all ranks, if the file does not match this model. Nothing has changed.
-        """
-        self.copier.finish()
-        super().load_weights(path)
-
     @property
     def tokens(self) -> int:
         return self.inner_step * self.batch_plan.effective * self.settings.sequence_length
@@ -236,19 +222,17 @@ class Trainer(HeldWeights):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state for a checkpoint (see :meth:`.HeldWeights.state_dict`)."""
-        state = {
-            **self._progress,
+        batches = self.step.batches
+        return super().state_dict() | {
             "schedule": self.schedule.state_dict(),
-            "pending": self.step.pending(),  # so that no micro-batch is lost or trained twice
-            # One 0 for each micro-batch, the same on all ranks: with another layout this shows that
-            # micro-batches were dropped. The name comes from 0.2.0, which can read these
-            # checkpoints if an operator goes back to it.
-            "domains": [0] * len(self.step.batches),
+            # These batches are kept so that no micro-batch is lost or trained twice.
+            "pending": torch.stack(batches).cpu() if batches else None,
+            # One 0 for each micro-batch. The list is the same on all ranks, so with another layout
+            # it shows that micro-batches were dropped. The name comes from version 0.2.0, which can
+            # read these checkpoints if an operator goes back to it.
+            "domains": [0] * len(batches),
+            **self.optimizer.state_dict(),
         }
-        # No two of these share a key.
-        for component in (self.sharded, self.optimizer, self.outer):
-            state |= component.state_dict()
-        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Restore a :meth:`state_dict` that has this rank's rows. Collective.
@@ -259,12 +243,9 @@ class Trainer(HeldWeights):
         Returns:
             False, on all ranks, if micro-batches of an unfinished step were dropped.
         """
-        self.copier.finish()
-        self.drop_step()
-        for component in (self.sharded, self.optimizer, self.outer):
-            component.load_state_dict(state)
+        super().load_state_dict(state)
+        self.optimizer.load_state_dict(state)
         self.schedule.load_state_dict(state["schedule"])
-        self._load_progress(state)
         if state["pending"] is None:
             return not state["domains"]
         # Run the pending micro-batches again, since their gradients were not stored, unless they do
@@ -350,6 +331,7 @@ class Trainer(HeldWeights):
         missing = [rows]  # micro-batches that the summed gradients do not include yet
         while missing:
             started, failed = time.perf_counter(), False
+            failures: tuple[type[Exception], ...] = (torch.OutOfMemoryError, *step.compiler_errors)
             last_batch = len(missing) == 1 and len(step.batches) == plan.micro_batches
             pieces = missing[0].to(self.device, non_blocking=True).split(step.at_once(len(rows)))
             try:
@@ -361,13 +343,13 @@ class Trainer(HeldWeights):
                     # each micro-batch.
                     step.loss_sum += loss_sum.detach()
                     step.count += count
-            except step.failures as error:  # out of memory, or a compiler error
+            except failures as error:
                 step.prepare_again(error, plan)  # raises if other ranks are in a collective
                 failed = True
             if failed:
-                # Run the step again only here, where the error is gone: it held the frames of the
-                # failed pass, and the loss held its activations. The whole step runs again, since
-                # its pieces now have another size.
+                # Run the step again only here, where the error is gone, because the error held the
+                # frames of the failed pass, and the loss held its activations. The whole step runs
+                # again, since its pieces now have another size.
                 loss_sum = None
                 step.discard(free=True)
                 missing = list(step.batches)
@@ -397,7 +379,7 @@ class Trainer(HeldWeights):
         # kernels ahead, so loss and norm are read together.
         sums = torch.stack([self.step.loss_sum.double(), square]).tolist()
         loss, square_sum, count = self.stream.sum([*sums, self.step.count])
-        # Every copy has the same gradient, so the sum counts it once per copy.
+        # Every copy of the model has the same gradient, so the sum counts it once for each copy.
         norm = (square_sum / self.stream.layout.replicas) ** 0.5
         predictions = self._predictions * self.world_size
         if count not in (0, predictions):  # some kinds of model do not predict every token
@@ -424,28 +406,24 @@ class Trainer(HeldWeights):
 
     def _warn_near_the_end(self, rate: float) -> None:
         """Warn once per start that the schedule has reached its lowest rate."""
-        end = self.schedule.end
-        if end is None or self.rank != 0 or self._warned_of_the_end:
+        end, steps = self.schedule.lowest_from, self.total_inner_steps
+        if end is None or steps < end or self.rank != 0 or self._warned_of_the_end:
             return
+        self._warned_of_the_end = True
         if self.schedule.constant:
-            self._warned_of_the_end = self.total_inner_steps >= end
-            if self._warned_of_the_end:
-                log.warning(
-                    "Inner step %d is the end of the decay: the learning rate is 0, so training "
-                    "has no effect any more: the founder can export the model, or sign a network's "
-                    "file without training.decay_from",
-                    self.total_inner_steps,
-                )
-        elif self.total_inner_steps >= NEAR_THE_END * end:
-            self._warned_of_the_end = True
+            log.warning(
+                "Inner step %d is the end of the decay: the learning rate is 0, so training has no "
+                "effect any more: the founder can export the model, or sign a network's file "
+                "without training.decay_from",
+                steps,
+            )
+        else:
+            total = self.schedule.total_steps
             log.warning(
                 "Inner step %d of training.total_steps %d: the learning rate is at %.0f %% of its "
                 "peak and stays there, so later steps learn slowly: to raise it, the founder can "
                 "sign a network's file with a larger training.total_steps, such as %d",
-                self.total_inner_steps,
-                end,
-                100 * rate / self.schedule.peak,
-                2 * end,
+                *(steps, total, 100 * rate / self.schedule.peak, 2 * total),
             )
 
     @property
@@ -457,10 +435,3 @@ class Trainer(HeldWeights):
         """Halve the learning rate for :data:`SLOW_STEPS` inner steps."""
         self.schedule.slow_down(self.total_inner_steps, steps=SLOW_STEPS)
         self.skipped_in_a_row = 0
-
-    # --- outer step ----------------------------------------------------------------------------
-
-    def commit_outer_step(self) -> None:
-        """Commit the prepared outer step (:meth:`.HeldWeights.commit_outer_step`)."""
-        self.copier.finish()
-        super().commit_outer_step()

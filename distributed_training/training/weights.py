@@ -73,8 +73,8 @@ class GlobalState:
     """The network's model between two rounds.
 
     Tensors are float32 on the CPU, in schema order, and never changed in place.
-    ``total_inner_steps``: the number that a miner has taken if it trained from the beginning;
-    ``total_tokens``: the number for all miners together.
+    ``total_inner_steps``: the steps of a miner that has trained from the beginning.
+    ``total_tokens``: the tokens of all miners together.
     """
 
     model_config: Mapping[str, Any]

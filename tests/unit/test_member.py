@@ -339,8 +339,8 @@ def test_a_model_that_is_not_the_networks_is_refused_in_one_line(world: MemberWo
     lines = {
         "frozen": "is frozen",
         "no group": "is in no group of the optimizer",
-        "wrapper": r"holds the network's model as net\.inner.* pass model\.net\.inner instead",
-        "adapters": r"has adapters \(LoRA, PEFT\).* join with the model without adapters",
+        "wrapper": r"pass model\.net\.inner, which is the network's model",
+        "adapters": r"join with the model without adapters \(LoRA, PEFT\)",
         "another class": r"no parameter model\.embed_tokens\.weight.*model_config\(\)",
         "tied": "lm_head.weight is tied to model.embed_tokens.weight",
         "wider": "has the shape",

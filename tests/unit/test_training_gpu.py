@@ -1,4 +1,4 @@
-"""Test training's code for a GPU on the CPU, as far as a machine without one can."""
+"""Test the code that training needs for a GPU, as far as that is possible without one."""
 
 from __future__ import annotations
 
@@ -20,22 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distributed_training.common.llama import named_config
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import Progress
-from distributed_training.training import (
-    collectives,
-    copies,
-)
+from distributed_training.training import collectives, copies
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import HostCopies
 from distributed_training.training.memory_plan import MemoryPlan, plan_memory
-from distributed_training.training.micro_batches import (
-    KnownSize,
-    find_micro_batch,
-    sizes_to_try,
-)
-from distributed_training.training.model import (
-    fused_logit_gradient,
-    logit_gradient,
-)
+from distributed_training.training.micro_batches import KnownSize, find_micro_batch, sizes_to_try
+from distributed_training.training.model import fused_logit_gradient
 from distributed_training.training.sharding import set_up_gpu
 from distributed_training.training.throughput import StepMeter
 from tests.tools.outer_steps import header, sign
@@ -55,7 +45,7 @@ GPU = torch.device("cuda")
 
 
 class Reads(TorchDispatchMode):
-    """Counts the reads for which the host waits: values, or shapes that depend on values."""
+    """Counts operations that make the host wait for a value or for a shape that depends on one."""
 
     WAITS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "is_nonzero")
 
@@ -73,7 +63,7 @@ class Reads(TorchDispatchMode):
 
 
 def reads_of_a_step(**changes: Any) -> list[Counter[str]]:
-    """Return the reads of each micro-batch of the second step."""
+    """Return what :class:`Reads` counts in each micro-batch of the second step."""
     made = trainer(**changes)
     train(made, 0, 1)
     found = []
@@ -89,16 +79,6 @@ def test_no_micro_batch_waits_for_the_device(changes: dict[str, Any]) -> None:
     *before, last = reads_of_a_step(**changes)
     assert len(before) == 3 and not any(before)
     assert sum(last.values()) <= 1  # loss and norm, read together at the end of the step
-
-
-def test_the_form_of_the_loss_that_is_compiled_is_the_eager_one() -> None:
-    torch.manual_seed(0)
-    logits, target = torch.randn(7, 50).bfloat16(), torch.randint(0, 50, (7, 1))
-    (one, gradient), (other, fused) = (
-        form(logits.clone(), target) for form in (logit_gradient, fused_logit_gradient)
-    )
-    assert float(one) == pytest.approx(float(other), rel=1e-6)
-    assert torch.equal(gradient, fused)
 
 
 def test_tf32_is_for_a_float32_computation_and_never_for_the_rotary_embedding(
@@ -139,7 +119,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 @pytest.mark.parametrize("first", SIZES)
 def test_auto_finds_the_fastest_size_that_fits(first: int) -> None:
-    """Wherever memory is expected to end; and no size is tried twice, since each compiles."""
+    """Start the search at any size. No size may be tried twice, since each trial compiles."""
     for holds, fast in itertools.product((0, *SIZES), SIZES):
         tried = list[int]()
 
@@ -157,7 +137,7 @@ def test_auto_finds_the_fastest_size_that_fits(first: int) -> None:
 
 @pytest.mark.parametrize("card", [24, 48, 80])
 def test_where_memory_runs_out_the_next_arrangement_takes_less(card: int) -> None:
-    """Activations first, then the optimizer's state; flags stay; the last one says so."""
+    """Recompute activations first, then offload the optimizer's state; flags stay as they are."""
 
     def plan(rung: int, **fixed: Any) -> MemoryPlan:
         return plan_memory(
@@ -204,7 +184,7 @@ def test_a_single_sequence_that_does_not_fit_leads_to_the_next_arrangement(tmp_p
 def test_a_layer_is_compiled_once_for_each_shape_and_never_breaks(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All layers share one graph; a piece after memory ran out is another."""
+    """Check that all layers share one graph, and that smaller pieces of a batch get another."""
     graphs: list[int] = []
     real = torch.compile
 
@@ -213,21 +193,21 @@ def test_a_layer_is_compiled_once_for_each_shape_and_never_breaks(
         return graph.forward
 
     def compile(what: Any, **how: Any) -> Any:
-        return real(what, backend=backend, fullgraph=True, **how)  # raises at a break
+        return real(what, backend=backend, fullgraph=True, **how)  # raises if the graph breaks
 
     monkeypatch.setattr(torch, "compile", compile)
     made = trainer(compile="on", wrap="block", **changes)
     kind: Any = made.sharded.root.kind
     kind.of_logits = compile(fused_logit_gradient, dynamic=False)
-    graphs.clear()  # of the probe
+    graphs.clear()  # forget the graph of the probe
     train(made, 0, 2)
-    assert graphs == [2, 2 * (SEQUENCE - 1)]  # a layer and the loss
+    assert graphs == [2, 2 * (SEQUENCE - 1)]  # one graph of a layer, one of the loss
     made.step.known.most = 1
     train(made, 2, 4)
     assert graphs[2:] == [1, SEQUENCE - 1]
     assert made.step.compiled
     torch._dynamo.reset()
-    for size in (1, 2, 4, 8):  # as auto tries them, and forgets
+    for size in (1, 2, 4, 8):  # the sizes that auto tries; each trial resets the compiler
         graphs.clear()
         made.step.seconds_per_sequence(size, SEQUENCE)
         assert graphs == [size, size * (SEQUENCE - 1)]
@@ -245,7 +225,7 @@ def test_only_a_compiler_keeps_to_a_budget_of_activations(
     told = "Activation checkpointing: every second decoder layer" in caplog.text
     assert bool(wrapped) == told == (compile == "off")
     assert functorch_config.activation_memory_budget == (0.5 if compile == "on" else 0.8)
-    trainer()  # the next one in this process is free of it
+    trainer()  # the next trainer in this process sets it back
     assert functorch_config.activation_memory_budget == 0.8
 
 
@@ -262,22 +242,14 @@ def test_micro_batch_that_ran_out_is_remembered_for_this_model_on_this_gpu(tmp_p
     assert (again.rung, again.most, again.fastest) == (0, 8, 8)
     again.agree(ALONE, 0)
     assert (again.most, again.fastest) == (8, 8)
-    again.agree(ALONE, 1)  # of another rank, whose memory is arranged in another way
+    again.agree(ALONE, 1)  # another rank is at another memory arrangement
     assert (again.rung, again.most, again.fastest) == (1, None, None)
     again.step_down()
     assert KnownSize(path, facts).rung == 2
     assert KnownSize(path, facts | {"sequence_length": 2048}).rung == 0
-    assert KnownSize(None, facts).ran_out(3) == 1  # in memory only
-    # The last is of the edition before.
-    for other in (
-        "",
-        "[]",
-        '{"facts": 1}',
-        '{"most": 8}',
-        '{"facts": {}, "most": 8, "fastest": 4}',
-    ):
-        path.write_text(other)
-        assert KnownSize(path, facts).most is None
+    assert KnownSize(None, facts).ran_out(3) == 1  # nothing is saved
+    path.write_text('{"facts": {}, "most": 8, "fastest": 4}')
+    assert KnownSize(path, facts).most is None
 
 
 def test_a_micro_batch_is_cut_into_unequal_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,10 +273,10 @@ def test_a_micro_batch_is_cut_into_unequal_pieces(monkeypatch: pytest.MonkeyPatc
     [
         (512, 1, 1024, 32),  # a block has about 300 sequences
         (512, 8, 512, 32),
-        (512, 1, 4096, 8),  # of a block's tokens as large a part
+        (512, 1, 4096, 8),  # as many tokens as 32 sequences of 1024
         (512, 1, 100_000, 1),
         (64, 4, 1024, 16),
-        (512, 3, 1024, 4),  # 8 would train on 528 sequences a step
+        (512, 3, 1024, 4),  # with 8, a step would train on 528 sequences
         (512, 5, 1024, 8),
         (4, 3, 1024, 1),
     ],
@@ -313,9 +285,8 @@ def test_auto_takes_no_size_that_wastes_data_or_changes_the_step(
     effective: int, world_size: int, length: int, largest: int
 ) -> None:
     settings = TrainingSettings(local_batch_size_train_effective=effective, sequence_length=length)
-    sizes, _ = sizes_to_try(settings, world_size, GPU)
-    assert sizes[-1] == largest
-    assert sizes_to_try(settings, world_size, torch.device("cpu"))[0][-1] == min(largest, 16)
+    assert sizes_to_try(settings, world_size, GPU)[-1] == largest
+    assert sizes_to_try(settings, world_size, torch.device("cpu"))[-1] == min(largest, 16)
 
 
 def test_auto_finds_a_micro_batch_that_trains_and_is_measured_once(tmp_path: Path) -> None:
@@ -327,13 +298,13 @@ def test_auto_finds_a_micro_batch_that_trains_and_is_measured_once(tmp_path: Pat
         patch.setattr(type(first.step), "seconds_per_sequence", None)
         again = trainer(local_batch_size_train="auto", run_folder=tmp_path)
     assert again.micro_batch_size == first.micro_batch_size
-    first.step.known.measured(512)  # with another effective batch
+    first.step.known.measured(512)  # as found with a larger effective batch
     other = trainer(local_batch_size_train="auto", run_folder=tmp_path)
     assert other.micro_batch_size in (1, 2, 4, 8)
 
 
 class Pinned(torch.Tensor):
-    """A host tensor, as those that the bus reads without the driver's help."""
+    """A tensor that stands for pinned host memory."""
 
 
 @pytest.mark.parametrize("stage", [1, 7, 64, 1000])
@@ -343,7 +314,7 @@ def test_copies_to_the_host_go_through_two_small_buffers(stage: int) -> None:
     assert [b.numel() for b in copies._buffers] == [stage, stage]
     some = [torch.randn(shape) for shape in ((5, 9), (0, 4), (64,), (), (3, 7))]
     there = [torch.empty(each.shape) for each in some]
-    moved: Counter[tuple[bool, bool]] = Counter()  # values, by whether source and target are pinned
+    moved: Counter[tuple[bool, bool]] = Counter()  # (source pinned, target pinned): values
 
     class Bus(TorchDispatchMode):
         def __torch_dispatch__(
@@ -392,7 +363,7 @@ def test_only_a_writing_thread_with_a_gpu_yields_to_others(
         thread = threading.Thread(target=enters, args=case)
         thread.start()
         thread.join()
-    enters(GPU, True)  # the thread that trains
+    enters(GPU, True)  # the main thread, which trains
     assert found == [5, 0, 0, 0]
 
 
@@ -400,7 +371,7 @@ def test_only_a_writing_thread_with_a_gpu_yields_to_others(
 def test_only_the_optimizer_waits_for_copies(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bus stands still; the next step's forward and backward passes continue meanwhile."""
+    """Stop the copying: the next step's forward and backward passes must continue meanwhile."""
     made = trainer()
     train(made, 0, 1)
     before = [shard.local.clone() for shard in made.sharded.shards]
@@ -423,7 +394,7 @@ def test_only_the_optimizer_waits_for_copies(
     written: list[Any] = []
     if how == "upload":
         written.append(made.write_upload(tmp_path / "u", header("upload", 0, serial=1), sign=sign))
-    keeper.save({}, Progress(0, 1, 1))  # of the same boundary: no byte is copied twice
+    keeper.save({}, Progress(0, 1, 1))  # same boundary, so no byte is copied twice
     waits.clear()
     *most, last = sequences(1).split(made.micro_batch_size)
     for part in most:
@@ -478,13 +449,13 @@ def test_copies_that_fail_cost_the_write_and_no_step(
 def test_an_offloaded_step_ends_when_the_host_copies_are_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A checkpoint reads them right after the step, on no stream that would wait."""
+    """A checkpoint reads the copies right after the step, without waiting on any stream."""
     from distributed_training.training import inner_optimizer
 
     queued: list[tuple[str, str]] = []
 
     class Stream:
-        """Keeps what was asked of it, in order."""
+        """Records the names of the methods that are called, in order."""
 
         def __init__(self, name: str) -> None:
             self._name = name
@@ -517,16 +488,18 @@ def test_step_time_is_wall_time_without_the_rounds_pauses() -> None:
         meter.micro_batch(0.5)
         clock.now += 3.0
         meter.pause(pause)
-        clock.now += between + pause  # a checkpoint, say, and a round
+        clock.now += between + pause  # such as a checkpoint, and the pause of a round
         meter.micro_batch(0.0)
         clock.now += 3.0
         return SimpleNamespace(**meter.finish(80))
 
-    assert step(between=0.0).seconds == pytest.approx(6.5)  # the wait before the first counts
-    clock.now += 2.0  # between two steps: an upload
+    assert step(between=0.0).seconds == pytest.approx(
+        6.5
+    )  # includes the wait before the first micro-batch
+    clock.now += 2.0  # such as an upload between two steps
     report = step(between=1.0, pause=50.0)
     assert report.seconds == pytest.approx(9.0) and report.data_wait_seconds == 0.5
     assert report.mfu == pytest.approx(80 * 100 / 2 / 9.0 / 1e6)
     meter.drop()
-    clock.now += 1000.0  # a fetch of the global state
+    clock.now += 1000.0  # such as a fetch of the global state
     assert step(between=0.0).seconds == pytest.approx(6.5)

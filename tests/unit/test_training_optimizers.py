@@ -1,4 +1,4 @@
-"""Inner optimizers from outside of the package: steps, offload, memory, and what is refused."""
+"""Test inner optimizers, ours and plug-ins': steps, offload, memory, and what is refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_weight_decay_on_matrices_spares_norms_and_embeddings(name: str, tied: bool) -> None:
-    """A step without gradients: what it changes is the decay. Plug-ins need nothing for it."""
+    """Take a step without gradients, which changes only what decays, also with a plug-in."""
     for where in ("off", "on"):
         for on in ("all", "matrices"):
             made = trainer(
@@ -60,7 +60,7 @@ def test_weight_decay_on_matrices_spares_norms_and_embeddings(name: str, tied: b
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_run_by_matrices_is_resumed_to_the_bit(name: str, tmp_path: Path) -> None:
-    """Also where the state is offloaded."""
+    """Resume the run with the state in host memory."""
     by = {"weight_decay_on": "matrices", "weight_decay": 0.5, "optimizer": name}
     unbroken, first, again = trainer(**by), trainer(**by), trainer(**by, offload_optimizer="on")
     losses = [report.loss for report in train(unbroken, 0, 8)]
@@ -112,7 +112,7 @@ def test_the_memory_plan_counts_the_optimizers_state() -> None:
 
 @pytest.mark.parametrize(("before", "after"), [("adamw", "muon"), ("muon", "adamw")])
 def test_a_network_may_come_to_muon_and_leave_it(before: str, after: str, tmp_path: Path) -> None:
-    """The weights stay; what the other optimizer kept is none of this one's."""
+    """The weights stay, and the new optimizer starts without the state of the old one."""
     made, other = trainer(optimizer=before), trainer(optimizer=after)
     train(made, 0, 3)
     save_checkpoint(Checkpointer(trainer=made, folder=tmp_path), Progress(0, 3, 3))
@@ -129,7 +129,7 @@ def test_muon_keeps_one_tensor_of_a_matrix_of_a_layer_and_two_of_the_rest() -> N
         kept = {key for key, rows in made.optimizer.state.items() if rows[i].shape == shape}
         of_layer = ".layers." in name and len(shape) == 2
         assert kept == ({"momentum_buffer"} if of_layer else {"exp_avg", "exp_avg_sq"}), name
-    assert "Muon for matrices of decoder layers, for the rest fused AdamW" in made.optimizer.line
+    assert made.optimizer.line.startswith("✓ Using fused AdamW and Muon, with the state in")
 
 
 @given(
@@ -162,7 +162,7 @@ def test_a_step_of_muon_is_that_of_torch_but_for_its_rounding_to_bf16(
 
 
 class Odd(torch.optim.Optimizer):
-    """Keeps what ``kind`` says, and steps by it."""
+    """Keeps a strange kind of state, which ``kind`` selects, and uses it in its steps."""
 
     def __init__(self, parameters: Any, kind: str) -> None:
         super().__init__(parameters, {"lr": 0.0, "kind": kind, "steps": 0})

@@ -1,4 +1,4 @@
-"""The training room's pure parts: schedule, outer arithmetic, loss, plans, layouts."""
+"""Test the parts of training that need no trainer: schedule, outer step, loss, plans, rows."""
 
 from __future__ import annotations
 
@@ -41,24 +41,14 @@ from tests.tools.training_world import trainer
 pytestmark = pytest.mark.timeout(60)
 
 
-class Rows(ParameterShard):
-    """Rows that no mesh holds."""
-
-    @property
-    def local(self) -> torch.Tensor:
-        return self.dtensor
-
-
 def test_a_rank_without_rows_of_a_parameter_loads_weights_too(tmp_path: Path) -> None:
     whole = torch.randn(5, 3)
     save_file({"w": whole}, tmp_path / "w.safetensors")
-    shards = [
-        Rows("w", (5, 3), a, b, dtensor=torch.zeros(b - a, 3))
-        for a, b in ((0, 4), (4, 5), (5, 5))  # the last of three ranks has none
-    ]
-    for shard in shards:
+    loaded = torch.zeros(5, 3)
+    for start, stop in ((0, 4), (4, 5), (5, 5)):  # the last of three ranks has none
+        shard = ParameterShard("w", (5, 3), start, stop, loaded)
         sharding.load_file([shard], tmp_path / "w.safetensors", open_stream(Layout()))
-    assert torch.equal(torch.cat([shard.local for shard in shards]), whole)
+    assert torch.equal(loaded, whole)
 
 
 def test_schedule_is_the_public_cosine_down_to_a_tenth_of_its_peak() -> None:
@@ -70,26 +60,25 @@ def test_schedule_is_the_public_cosine_down_to_a_tenth_of_its_peak() -> None:
         public = 0.5 * (1.0 + math.cos(math.pi * ((step - 1000) / 87_000)))
         shape = warm if step <= 1000 else public
         expected = 2.5e-4 * shape if step <= 1000 or shape > 0.1 else lowest
-        assert schedule.rate(finished) == expected  # the same bits
-    assert schedule.rate(70_000) > lowest  # the lower bound is reached near 80 % of the steps
+        assert schedule.rate(finished) == expected  # bit for bit
+    assert schedule.rate(70_000) > lowest  # the rate reaches its lowest near 80 % of the steps
     assert {schedule.rate(n) for n in (70_200, 79_200, 87_998, 87_999, 200_000)} == {lowest}
 
 
 def test_schedule_slows_down_for_a_while_and_compounds() -> None:
-    schedule = Schedule(1.0, 0, 10**9)
+    schedule, other = Schedule(1.0, 0, 10**9), Schedule(1.0, 0, 10**9)
     schedule.slow_down(10, steps=50)
     assert schedule.rate(59) == pytest.approx(0.5)
     assert schedule.rate(60) == pytest.approx(1.0)
     schedule.slow_down(20, steps=50)
     assert schedule.rate(21) == pytest.approx(0.25)
-    other = Schedule(1.0, 0, 10**9)
     other.load_state_dict(schedule.state_dict())
     assert other.rate(21) == schedule.rate(21)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_constant_rate_decays_where_the_network_says_so(seed: int) -> None:
-    """1 - sqrt of the way through the decay; the peak before it, and nothing after it."""
+    """The rate is at its peak before the decay, falls as 1 - sqrt(progress), and is 0 after it."""
     draw = random.Random(seed)
     peak, warm, lasts = 10 ** draw.uniform(-5, -1), draw.randrange(50), draw.randint(1, 300)
     begins = warm + draw.randrange(300)
@@ -104,7 +93,7 @@ def test_a_constant_rate_decays_where_the_network_says_so(seed: int) -> None:
         if step > begins:
             shape = 1.0 - min(1.0, (step - begins) / lasts) ** 0.5
         assert decays.rate(step - 1) == pytest.approx(peak * shape, rel=1e-12, abs=0)
-    assert (decays.end, stays.end) == (begins + lasts, None)
+    assert (decays.lowest_from, stays.lowest_from) == (begins + lasts, None)
     assert decays.rate(begins + lasts - 1) == decays.rate(10**9) == 0.0
 
 
@@ -128,7 +117,7 @@ def test_nesterov_has_the_bits_of_torch() -> None:
 def test_error_of_any_library_is_reported_as_the_files_fault(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other ranks, and a validator, expect no other error than a ValueError."""
+    """Other ranks and the validator expect only a ValueError."""
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(2)}, path)
     monkeypatch.setattr(weights, "safe_open", mock.Mock(side_effect=error))
@@ -217,8 +206,8 @@ def test_memory_decides_which_activations_are_kept() -> None:
     assert plan(141, 1) == (True, False, False)
     assert plan(80, 4) == (True, False, False)
     assert plan(20, 8) == (False, True, False)
-    # AdamW's state goes to host memory, before what costs time at every micro-batch; but not into
-    # 128 GB, where a snapshot would then run out, unless nothing else fits.
+    # Moving AdamW's state to host memory comes before options that cost time in every micro-batch.
+    # It does not fit into 128 GB together with the copies of a boundary, so there it comes last.
     assert plan(80, 1) == (True, False, True)
     assert plan(80, 1, host=128) == (False, False, False)
     assert plan(64, 1, host=128)[2] and plan(24, 4)[2]
