@@ -1,4 +1,4 @@
-"""The first weights of a trainer that no network gives any: the same for each layout and device."""
+"""Draw the first weights of a trainer that has no network, the same on any layout and device."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from distributed_training.training.trainer import Trainer
 
 @torch.no_grad()
 def begin(made: Trainer, *, frozen: bool = False) -> None:
-    """Draw the weights by the trainer's seed, and make them the epoch start of outer step 0.
+    """Draw the weights from the trainer's seed, and make them the epoch start of outer step 0.
 
-    ``frozen``: also those of the parameters that are not trained.
+    ``frozen``: also draw the parameters that are not trained.
     """
     draw(made, frozen=frozen)
     made.begin_epoch(0)
@@ -19,7 +19,7 @@ def begin(made: Trainer, *, frozen: bool = False) -> None:
 
 @torch.no_grad()
 def draw(made: Trainer, *, frozen: bool = False) -> None:
-    """Draw the weights by the trainer's seed; see :func:`begin`."""
+    """Draw the weights from the trainer's seed; see :func:`begin`."""
     made.copier.finish()
     spread = getattr(made.sharded.model.config, "initializer_range", 0.02)
     # Matrices are normal, biases 0 and norms 1.

@@ -1,7 +1,7 @@
-"""The oldest torch that ``pyproject.toml`` allows trains as the installed one does.
+"""Test that the oldest torch that ``pyproject.toml`` allows trains like the installed one.
 
-What FSDP2 keeps between two steps is private and changes from one torch to the next. The tests of
-training run here once more, with an environment that has the oldest torch in front of all else.
+The state that FSDP2 keeps between two steps is private and changes between versions of torch. So
+the tests of training run once more here, in an environment with the oldest torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two ranks as processes of their own, against one rank and against the whole tensors."""
+"""Test several ranks, each in its own process, against a single rank and against whole tensors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def ranks(scenario: str, world_size: int, folder: Path) -> Ranks:
     return Ranks("training_ranks", *words, folder=folder, world_size=world_size)
 
 
-# Written by this test on 2026-11-20 with torch 2.13.0 (CPU, float32). A change of more than
-# rounding here is a change of what training does: say why in the commit.
+# Written by this test on 2026-11-20 with torch 2.13.0 (CPU, float32). If more than the rounding
+# changes here, training itself has changed: explain that in the commit.
 GOLDEN = json.loads((Path(__file__).parent / "training_golden.json").read_text())
 
 
@@ -38,7 +38,7 @@ def test_golden_losses_at_world_sizes_1_and_2(tmp_path: Path) -> None:
 def test_nodes_with_a_copy_each_train_alike_in_groups_with_the_miners_timeout(
     tmp_path: Path,
 ) -> None:
-    ranks("losses_of_nodes", 2, tmp_path).finish()  # looks at the timeouts of the groups, too
+    ranks("losses_of_nodes", 2, tmp_path).finish()  # also checks the timeouts of the groups
     content = json.loads((tmp_path / "nodes-2.json").read_text())
     assert content["losses"] == pytest.approx(GOLDEN["losses"], abs=2e-4)
 
@@ -61,7 +61,7 @@ def test_ranks_that_ran_out_of_memory_start_again_and_know(tmp_path: Path) -> No
         assert "start again" in (tmp_path / "error.txt").read_text()
         assert "run 1 at once" in (tmp_path / "error.txt").read_text()
     finally:
-        first.kill()  # as the launcher does: rank 0 waits in a collective
+        first.kill()  # rank 0 waits in a collective; the launcher kills it too
     ranks("out_of_memory", 2, tmp_path).finish()
     content = json.loads((tmp_path / "again.json").read_text())
     assert content["losses"] == pytest.approx(GOLDEN["losses"], abs=2e-4)
@@ -77,7 +77,7 @@ def test_an_optimizers_state_continues_to_the_bit_and_at_any_number_of_ranks(
 
 @pytest.mark.parametrize("scenario", ["no_memory", "unlike_gpus", "disk_of_a_copy"])
 def test_two_ranks(scenario: str, tmp_path: Path) -> None:
-    """Each scenario's docstring names its promise."""
+    """Run a scenario; its docstring in ``training_ranks.py`` names the promise."""
     ranks(scenario, 2, tmp_path).finish()
 
 
@@ -90,7 +90,7 @@ def test_muon_steps_as_one_rank_would_on_any_layout(
 
 
 def test_epoch_starts_of_a_store_network_are_equal_to_the_bit_on_any_layout(tmp_path: Path) -> None:
-    """The upload, the epoch start, the residual and later steps are right, after a restart too."""
+    """Compare uploads, epoch starts, residuals and later steps, also after a restart."""
     for world in (1, 2, 3):
         ranks("through_store", world, tmp_path).finish()
     ranks("through_store_of_nodes", 4, tmp_path).finish()

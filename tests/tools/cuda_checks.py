@@ -1,7 +1,8 @@
-"""Check every path that only a GPU takes; ``tests/unit/test_cuda.py`` runs the checks there.
+"""Check the code that only runs on a GPU; ``tests/unit/test_cuda.py`` runs these checks.
 
-Plain functions of a device and an empty folder, without pytest, so that bench/gpu.py can run them
-on a machine that has torch and little else. On a CPU the same code takes the CPU's paths.
+The checks are functions of a device and an empty folder. They do not need pytest, so that
+bench/gpu.py can run them on a machine that has little more than torch. On a CPU they check the code
+that a CPU uses instead.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ from tests.tools.training_world import (
 )
 
 Check = Callable[[torch.device, Path], None]
-#: Wide enough for tensor cores and flash attention; two micro-batches of two.
+#: Wide enough for tensor cores and flash attention.
 MODEL: dict[str, Any] = {"hidden": 128, "heads": 2, "kv_heads": 1, "intermediate": 256}
 
 
 def make(device: torch.device, **changes: Any) -> Trainer:
-    """Eager and float32, unless told otherwise: so that two ways can be compared."""
+    """Return a trainer, by default eager and in float32, so that two runs can be compared."""
     wanted = {"compile": "off", "local_batch_size_train_effective": 4, **changes}
     return trainer(model=tiny(**MODEL), device=device, **wanted)
 
@@ -67,7 +68,7 @@ def close(one: list[float], two: list[float], atol: float) -> None:
 
 @contextmanager
 def no_waits(device: torch.device) -> Iterator[None]:
-    """Make a wait of the host for the GPU an error."""
+    """Raise an error inside if the host waits for the GPU."""
     if device.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -85,7 +86,7 @@ def float32_gives_the_cpus_losses(device: torch.device, folder: Path) -> None:
 
 
 def as_a_miner_does_it_gives_nearly_those(device: torch.device, folder: Path) -> None:
-    """bf16 and, on a GPU, compiled."""
+    """Train with a miner's defaults, which are bf16 and, on a GPU, compiled layers."""
     made = make(device, precision="auto", compile="auto")
     close(train(made, 0, 6), train(make(torch.device("cpu")), 0, 6), 0.05)
     assert made.step.compiled == (device.type == "cuda"), "compiling failed; the log says why"
@@ -182,7 +183,7 @@ def the_compiled_loss_is_the_eager_one(device: torch.device, folder: Path) -> No
     labels = torch.randint(0, 300, (70,)).to(device)
     found = []
     compiled = torch.compile(fused_logit_gradient, dynamic=False)
-    for form in (logit_gradient, compiled if device.type == "cuda" else logit_gradient):
+    for form in (logit_gradient, compiled if device.type == "cuda" else fused_logit_gradient):
         loss = linear_cross_entropy(hidden, weight, labels, chunk=300 * 32, of_logits=form)
         found.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
     for one, two in zip(*found, strict=True):
@@ -204,7 +205,7 @@ def auto_finds_a_micro_batch_and_remembers_it(device: torch.device, folder: Path
 
 
 def the_memory_model_is_not_far_off(device: torch.device, folder: Path) -> None:
-    """Of what is allocated: the estimate adds 0.8 GB for CUDA's own."""
+    """Compare the estimate with the memory allocated; it adds 0.8 GB for CUDA itself."""
     if device.type != "cuda":
         return
     from distributed_training.common.llama import named_config
@@ -221,7 +222,7 @@ def the_memory_model_is_not_far_off(device: torch.device, folder: Path) -> None:
     begin(made)
     batch = torch.zeros((8, 1024), dtype=torch.int64)
     reports = [made.add_micro_batch(batch) for _ in range(4)]
-    # By the reports: a step ends with a reset of the peak.
+    # Use the reports, because each step resets the peak at its end.
     used = max(report.gpu_memory_gb or 0.0 for report in reports if report) * 1e9 - before
     expected = made.sharded.plan.bytes_needed - 0.8e9
     assert 0.5 < used / expected < 1.25, f"{used / 1e9:.1f} GB used, {expected / 1e9:.1f} expected"

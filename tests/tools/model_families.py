@@ -1,8 +1,8 @@
-"""Families of models, and by how much loss and gradient of each differ from transformers'.
+"""List families of models, and compare our loss and gradient of each with those of transformers.
 
-A model that is trained as another function than its ``config.json`` says comes out useless, and no
-loss shows it. So loss and gradient of a small copy are compared with transformers' own by eager
-attention, at a length below and at one above the copy's window.
+If a model were computed differently from what its ``config.json`` says, its training would be
+useless, and no loss would show that. So the loss and the gradient of a small copy are compared with
+transformers' eager attention, with sequences shorter and longer than the copy's window.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from distributed_training.training.model import (
 )
 
 LENGTHS = (24, 96)  # tokens
-TOLERANCE = 1e-4  # nats per token, and of the gradient's norm
-_WINDOW = 32  # tokens, between the two lengths
+TOLERANCE = 1e-4  # in nats per token, and as a share of the gradient's norm
+_WINDOW = 32  # tokens; between the two lengths
 _LAYERS = 4
 _WORDS = 256
 _SEQUENCES = 2
-_MOST = 50_000_000  # parameters of a copy: seconds on two cores
-#: At most so much in a copy. Widths of heads stay, with all that is computed from them.
+_MOST = 50_000_000  # parameters of a copy, which takes seconds on two cores
+#: Upper limits for the values of a copy. The width of heads stays, and what depends on it.
 _SMALL = {
     "intermediate_size": 128,
     "moe_intermediate_size": 64,
@@ -56,15 +56,15 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def small_copy(model_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``config.json`` of a small model of the same kind: all its flags, few parameters.
+    """Return the ``config.json`` of a small model with all flags of the given one.
 
-    It keeps one layer of each kind and the ratios of heads.
+    It keeps one layer of each kind, and the ratio of heads to key-value heads.
     """
     config: dict[str, Any] = hf_config(model_config).to_dict()
     count = config["num_hidden_layers"]
     lists = {k: v for k, v in config.items() if isinstance(v, list) and len(v) == count}
     kinds = list(zip(*lists.values(), strict=True)) or [()] * count
-    # Layers that come first of their kind; those that follow make up the number.
+    # Put the first layer of each kind first; the others fill up the number.
     order = sorted(range(count), key=lambda layer: kinds[layer] in kinds[:layer])
     layers = sorted(order[: max(2, min(_LAYERS, len(set(kinds))))])
     copy = config | {name: [values[i] for i in layers] for name, values in lists.items()}
@@ -76,7 +76,7 @@ def small_copy(model_config: Mapping[str, Any]) -> dict[str, Any]:
     few = {"num_attention_heads": min(heads, 2)}
     if config.get("num_key_value_heads"):
         few["num_key_value_heads"] = min(groups, 2 if groups == heads else 1)
-    # Models without head_dim take their heads' width from this.
+    # Models without head_dim derive the width of their heads from the hidden size.
     few["hidden_size"] = config["hidden_size"] // heads * few["num_attention_heads"]
     return copy | few | {"num_hidden_layers": len(layers)} | dict.fromkeys(_TOKENS, 0)
 
@@ -87,18 +87,19 @@ def difference(
     *,
     prepare: Callable[[ModelWithLoss], None] = lambda loss: None,
 ) -> float:
-    """Return by how much loss and gradient of this very model differ from transformers'.
+    """Return how much the loss and the gradient of this model differ from those of transformers.
 
-    The larger of the two: nats per token, and the norm of the gradients' difference as a share of
-    their norm. Random weights, three times as large as keeps a signal's size. ``prepare``: what
-    a test does to the model before. Raises UnfitModelError.
+    The result is the larger of two values: the difference of the losses in nats per token, and the
+    norm of the gradients' difference as a share of the gradient's norm. The weights are random, and
+    three times as large as those that keep a signal's size. ``prepare`` changes the model before.
+    Raises UnfitModelError.
     """
     from transformers import AutoModelForCausalLM
 
     mine = build_meta_model(model_config)
     if (size := sum(p.numel() for p in mine.parameters())) > _MOST:
         raise ValueError(f"it has {size} parameters")
-    # torch.random's generator is the process's, which no check may move.
+    # The generator of torch.random belongs to the whole process, so leave it as it was.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         theirs: nn.Module = AutoModelForCausalLM.from_config(
@@ -112,7 +113,9 @@ def difference(
     for module in (mine, theirs):
         module.eval()
     share: dict[str, nn.Parameter] = dict(theirs.named_parameters(remove_duplicate=False))
-    own: dict[nn.Parameter, nn.Parameter] = {}  # theirs -> ours, of the same values; tied ones once
+    own: dict[
+        nn.Parameter, nn.Parameter
+    ] = {}  # theirs -> ours, with the same values; tied ones once
     for full, _ in list(mine.named_parameters(remove_duplicate=False)):
         module_name, _, last = full.rpartition(".")
         of = share[plain_name(full)]
@@ -147,7 +150,7 @@ _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 176}
 _WIDE_KEYS = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "kv_lora_rank": 32}
 _GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
 _GPT_2 = {"n_positions": 1024, "n_embd": 128, "n_layer": 4, "n_head": 4, "vocab_size": 264}
-#: Family -> the word by which it is refused (empty: it is computed), and its config.json.
+#: Family -> the word that names why it is refused (empty: it is computed), and its config.json.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     name: (refused, {"model_type": kind} | (_GPT_2 if kind == "gpt2" else _SIZES | changes))
     for name, kind, refused, changes in (
@@ -188,7 +191,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def init(folder: Path, config: dict[str, Any]) -> tuple[int, str]:
-    """Create a network on the model; return the exit status and what it says."""
+    """Create a network with the model; return the exit status and the output."""
     model = folder / "config.json"
     model.write_text(json.dumps(config))
     words = ("--name", "lab", "--host", "192.0.2.7", "--registry", "https://registry.example.org",
@@ -200,13 +203,13 @@ def init(folder: Path, config: dict[str, Any]) -> tuple[int, str]:
 
 
 def differences(config: dict[str, Any]) -> list[list[float]]:
-    """Return the differences at both lengths on the CPU's path, then on a GPU's, on this CPU.
+    """Return the differences at both lengths, first as a CPU computes, then as a GPU does.
 
-    A GPU's path: traced blocks, and the form of the loss that is compiled.
+    Both run on this CPU. A GPU uses traced blocks, and the form of the loss that is compiled.
     """
 
     def as_on_a_gpu(loss: Any) -> None:
-        torch.compiler.reset()  # after eight shapes it would give up and trace nothing
+        torch.compiler.reset()  # otherwise the compiler gives up after eight shapes
         for block in blocks_of(loss.model):
             block.compile(dynamic=False, backend="aot_eager")
         loss.kind.of_logits = fused_logit_gradient

@@ -9,20 +9,14 @@ import torch
 from torch import Tensor
 
 from distributed_training.protocol.update_file import UpdateFile
-from distributed_training.training.outer_step import OuterStep
 from distributed_training.training.trainer import Trainer
 from tests.tools.outer_steps import header, write_file
 
 Schema = Sequence[tuple[str, tuple[int, ...]]]
 
 
-def store_step(made: Trainer) -> OuterStep:
-    assert isinstance(made.outer, OuterStep)
-    return made.outer
-
-
 def write_update(path: Path, schema: Schema, movement: Sequence[Tensor]) -> UpdateFile:
-    """Write the update that moves all weights by about ``-movement``."""
+    """Write an update that moves all weights by about ``-movement``."""
     return write_file(path, movement, header("update", 0), schema=list(schema))
 
 
@@ -41,7 +35,7 @@ def move(made: Trainer, whole: Callable[[int, tuple[int, ...]], Tensor]) -> None
 
 
 def drawn(seed: int, scale: float = 1e-2) -> Callable[[int, tuple[int, ...]], Tensor]:
-    """Return movement that depends on a seed only, not on the world size."""
+    """Return a function for :func:`move` that draws from ``seed``, the same at any world size."""
 
     def whole(index: int, shape: tuple[int, ...]) -> Tensor:
         return scale * torch.randn(

@@ -1,4 +1,4 @@
-"""One rank of a scenario: ``training_ranks.py SCENARIO FOLDER STORE``."""
+"""Run one rank of a scenario: ``training_ranks.py SCENARIO FOLDER STORE``."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from tests.tools.store_member import (
     decoded,
     drawn,
     move,
-    store_step,
     write_update,
 )
 from tests.tools.training_world import (
     evaluate,
     finished,
     memory_ends,
+    same,
     save_checkpoint,
     sequences,
     tiny,
@@ -73,7 +73,7 @@ def losses(folder: Path, name: str = "losses", **place: int) -> Trainer:
     return made
 
 
-#: Float32 adapters next to a base in bf16, in one group of FSDP.
+#: A model with float32 adapters and a bf16 base, which are in the same FSDP groups.
 ADAPTERS = with_rules(
     tiny(),
     "lora",
@@ -83,7 +83,7 @@ ADAPTERS = with_rules(
 
 
 def adapters(folder: Path, name: str = "adapters", **place: int) -> None:
-    """Rank 0's file freezes the base of all ranks, and a change on one stops each upload."""
+    """Freeze the base of all ranks to rank 0's file; a change on one rank must stop the upload."""
     file = folder / f"{name}-{WORLD}.safetensors"
     if RANK == 0:
         write_frozen(file, ADAPTERS, None)
@@ -108,7 +108,7 @@ def adapters_of_nodes(folder: Path) -> None:
 
 
 def losses_of_nodes(folder: Path) -> None:
-    """WORLD nodes of one rank, each with a copy of the model."""
+    """Train on WORLD nodes with one rank each, which all have a copy of the model."""
     made = losses(folder, "nodes", local_ranks=1)
     state: Any = made.sharded.modules[-1]._get_fsdp_state()  # type: ignore[operator]
     for group in state._fsdp_param_group.mesh_info.mesh.get_all_groups():
@@ -117,8 +117,10 @@ def losses_of_nodes(folder: Path) -> None:
 
 
 def out_of_memory(folder: Path) -> None:
-    """The last rank's GPU holds one sequence at once, though micro-batches have two. The first
-    start ends there; the next one knows."""
+    """Let the last rank's GPU hold one sequence at once, while micro-batches have two.
+
+    The first start ends because of that, and the next one knows the size that fits.
+    """
     made = trainer(rank=RANK, world_size=WORLD, run_folder=folder)
     real, sizes = made.sharded.root.forward, []
 
@@ -141,7 +143,7 @@ def out_of_memory(folder: Path) -> None:
 
 
 def no_memory(folder: Path) -> None:
-    """Host memory ends on one rank only: no rank writes that checkpoint, and all train on."""
+    """Let host memory end on one rank: no rank writes that checkpoint, and all train on."""
     made = trainer(rank=RANK, world_size=WORLD)
     keeper = Checkpointer(trainer=made, folder=folder / "checkpoints")
     for step, who in enumerate((0, WORLD - 1)):
@@ -160,38 +162,38 @@ def no_memory(folder: Path) -> None:
 
 
 def through_store_of_nodes(folder: Path) -> None:
-    """Two machines with a copy of the model each, of which only the first has the files."""
+    """Take outer steps on two machines with a copy of the model; only the first has the files."""
     through_store(folder, local_ranks=WORLD // 2)
 
 
 def through_store(folder: Path, *, local_ranks: int = 0) -> None:
-    """Rounds through the store, and every way in which they fail, each leaving all as it was."""
+    """Take outer steps, and check that a failure of any kind changes nothing."""
     made = trainer(rank=RANK, world_size=WORLD, local_ranks=local_ranks)
     place = folder / f"store-{WORLD}-{local_ranks}"
-    step, last = store_step(made), made.stream.layout.shards - 1
+    step, last = made.outer, made.stream.layout.shards - 1
     keeper = Checkpointer(trainer=made, folder=place / f"node{RANK // (last + 1)}")
     for seed in (1, 2):
         move(made, drawn(seed))
     _uploads_fail(made, place, last)
     assert step.serial is None
     handle = _upload(made, place, 1)
-    move(made, drawn(3))  # while it is written
+    move(made, drawn(3))  # while the upload is written
     finished(handle)
     dist.barrier()
     assert (step.serial, handle.header.inner_steps) == (1, 2)
     save_checkpoint(keeper, Progress(0, 3, 3))
     found = [_applied(made, place, 1, last)]
     assert (made.outer_step, made.inner_step, step.serial, step.dropped) == (1, 1, None, "")
-    # As after a kill: the same once more, from the checkpoint.
+    # Take the same outer step again from the checkpoint, as after a kill.
     made = trainer(rank=RANK, world_size=WORLD, local_ranks=local_ranks, seed=7)
     keeper = Checkpointer(trainer=made, folder=keeper._folder)
     assert keeper.restore() is not None
-    assert store_step(made).serial == 1
+    assert made.outer.serial == 1
     assert _applied(made, place, 1, last) == found[0]
     finished(_upload(made, place, 2))
     found.append(_applied(made, place, 2, last))
     if RANK == 0:
-        # Of its values: the header has the tokens of a batch that three ranks round up.
+        # Compare only its values: the header has the tokens of a batch, which three ranks round up.
         sent = digest_of(decoded(place / "1.safetensors", made.schema))
         content = {"steps": found, "upload": sent}
         (folder / f"store-{WORLD}-{local_ranks}.json").write_text(json.dumps(content))
@@ -199,8 +201,8 @@ def through_store(folder: Path, *, local_ranks: int = 0) -> None:
 
 
 def _drops_overlap(made: Trainer, place: Path, last: int) -> None:
-    """Check what is dropped along the update, by sums over all ranks' rows."""
-    step = store_step(made)
+    """Check that the component along the update is dropped, by sums over all ranks' rows."""
+    step = made.outer
     step._drop_overlap = True
     finished(_upload(made, place, 3))
     start, written = _gathered(made, step.epoch_start), _gathered(made, step.current())
@@ -218,7 +220,7 @@ def _drops_overlap(made: Trainer, place: Path, last: int) -> None:
 
 
 def through_store_resumed(folder: Path) -> None:
-    """One rank continues from the checkpoint of three, with what they sent."""
+    """Continue on one rank from the checkpoint and the upload of three ranks."""
     made = trainer(rank=RANK, world_size=WORLD, seed=7)
     place = folder / "store-3-0"
     assert Checkpointer(trainer=made, folder=place / "node0").restore() is not None
@@ -234,7 +236,7 @@ def _upload(made: Trainer, place: Path, serial: int) -> UploadHandle:
 
 
 def _uploads_fail(made: Trainer, place: Path, last: int) -> None:
-    """Each costs only that upload."""
+    """Check that each failure costs only its own upload."""
     before = whole_weights(made)
     for who in (0, WORLD - 1):
         with (
@@ -243,7 +245,7 @@ def _uploads_fail(made: Trainer, place: Path, last: int) -> None:
         ):
             _upload(made, place, 1)
 
-    # Made again each time: an error holds the frames that it came through, and they the copies.
+    # Create the error each time, since its traceback would keep the copies alive.
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -255,7 +257,7 @@ def _uploads_fail(made: Trainer, place: Path, last: int) -> None:
         pytest.raises(OSError, match=r"cannot be written: .*No space left"),
     ):
         _upload(made, place, 1)
-    assert not list(place.glob("*.parts")) and store_step(made).serial is None
+    assert not list(place.glob("*.parts")) and made.outer.serial is None
     for fail, cause in ((full, "No space left"), (no_memory, "no memory is left")):
         fails = mock.patch.object(outer_step, "write_rows", fail)
         with fails if last == RANK else nullcontext():
@@ -264,14 +266,14 @@ def _uploads_fail(made: Trainer, place: Path, last: int) -> None:
         assert (handle.error is not None) == (RANK in (0, last))
         assert RANK != 0 or cause in str(handle.error)
         dist.barrier()
-    same(before, whole_weights(made))
-    store_step(made).serial = None  # as the checkpoint before has it
+    assert same(before, whole_weights(made))
+    made.outer.serial = None  # as in the previous checkpoint
 
 
 def _applied(made: Trainer, place: Path, serial: int, last: int) -> dict[str, str]:
-    """Merge our upload of ``serial`` and apply the update; return digests of what came out."""
+    """Merge our upload of ``serial`` and apply the update; return digests of the results."""
     own, path = place / f"{serial}.safetensors", place / f"{serial}.update"
-    step, given = store_step(made), None
+    step, given = made.outer, None
     start = made.stream.all_gather([rows.clone() for rows in step.epoch_start or []])
     whole = [torch.cat(rows) for rows in zip(*start[: last + 1], strict=True)]
     if RANK == 0:
@@ -295,8 +297,8 @@ def _applied(made: Trainer, place: Path, serial: int, last: int) -> dict[str, st
 
 
 def _updates_fail(made: Trainer, given: Update | None, last: int) -> None:
-    """All ranks vote against the outer step, and nothing has changed."""
-    before, step = whole_weights(made), store_step(made)
+    """Check that all ranks refuse a wrong outer step, and that nothing has changed."""
+    before, step = whole_weights(made), made.outer
     kept = step.state_dict()
 
     def refused(**other: Any) -> None:
@@ -318,26 +320,26 @@ def _updates_fail(made: Trainer, given: Update | None, last: int) -> None:
             item.view(torch.int32).view(-1)[-1] ^= 1
     made.roll_back_outer_step()
     assert step.state_dict() == kept
-    same(before, whole_weights(made))
+    assert same(before, whole_weights(made))
 
 
 def _gathered(made: Trainer, rows: list[torch.Tensor] | None) -> list[torch.Tensor]:
     return made.stream.whole(rows or [])
 
 
-#: Optimizers with a kind of state that each keeps.
+#: Optimizers, each with the name of a tensor that it keeps.
 OPTIMIZERS = {
     "adamw": "exp_avg_sq",
     "lion": "exp_avg",
     "sgd": "momentum_buffer",
     "muon": "momentum_buffer",
 }
-#: A step of six sequences is the same for one, two and three ranks.
+#: With six sequences, one, two and three ranks take the same step.
 SIX = {"local_batch_size_train": 1, "local_batch_size_train_effective": 6}
 
 
 def toy_optimizer(folder: Path) -> None:
-    """A plug-in's optimizer continues from its checkpoint to the bit."""
+    """Check that optimizers, also plug-ins', continue from a checkpoint to the bit."""
     import_plugins(["tests.toys.optimizer"])
     for name, state in OPTIMIZERS.items():
         place = folder / name
@@ -349,15 +351,15 @@ def toy_optimizer(folder: Path) -> None:
         assert Checkpointer(trainer=again, folder=place / "checkpoints").restore() is not None
         losses = [[r.loss for r in train(each, 3, 6)] for each in (made, again)]
         assert losses[0] == losses[1]
-        same(whole_weights(made), whole_weights(again))
-        same(made.optimizer.state[state], again.optimizer.state[state])
+        assert same(whole_weights(made), whole_weights(again))
+        assert same(made.optimizer.state[state], again.optimizer.state[state])
         if RANK == 0:
             (place / "losses.json").write_text(json.dumps(losses[0]))
     _muon_steps_whole_matrices(made)
 
 
 def other_number_of_ranks(folder: Path) -> None:
-    """The state that :func:`toy_optimizer` has saved continues in other rows."""
+    """Continue with another number of ranks from the checkpoints of :func:`toy_optimizer`."""
     import_plugins(["tests.toys.optimizer"])
     for name in OPTIMIZERS:
         made = trainer(rank=RANK, world_size=WORLD, optimizer=name, seed=7, **SIX)
@@ -368,28 +370,27 @@ def other_number_of_ranks(folder: Path) -> None:
 
 
 def muon(folder: Path) -> None:
-    """The last of three ranks has no row of some matrices."""
+    """Step with Muon on three ranks, of which the last has no row of some matrices."""
     made = trainer(rank=RANK, world_size=WORLD, optimizer="muon", model=tiny(heads=16))
     _muon_steps_whole_matrices(made)
 
 
 def muon_of_nodes(folder: Path) -> None:
-    """Two nodes of two ranks; the second one's card would compute something else."""
+    """Step with Muon on two nodes, of which the second would compute other values."""
     made = trainer(rank=RANK, world_size=WORLD, local_ranks=2, optimizer="muon")
     _muon_steps_whole_matrices(made, other_card=RANK >= 2)
 
 
 def _muon_steps_whole_matrices(made: Trainer, *, other_card: bool = False) -> None:
-    """To the bit as one rank steps them, which has all rows, also where the state is offloaded."""
+    """Compare steps to the bit with those of one rank that has all rows, also if offloaded."""
     shards, generator = made.sharded.shards, torch.Generator().manual_seed(1)
-    whole = made.stream.from_rank_0(whole_weights(made))
-    assert whole is not None
+    whole = whole_weights(made)
     names = made.sharded.matrices
     matrices = [i for i, shard in enumerate(shards) if shard.name in names]
     alone = [muon_module.MatrixRows.of(whole[i], shards[i].shape) for i in matrices]
     expected = muon_module.Muon(alone, made.settings.weight_decay)
     expected.param_groups[0]["lr"] = 1e-2
-    with mock.patch.object(inner_optimizer, "OFFLOAD_BUCKET", 1500):  # a few matrices each
+    with mock.patch.object(inner_optimizer, "OFFLOAD_BUCKET", 1500):  # a few matrices per bucket
         offloaded = InnerOptimizer(shards, made.settings, offload=True, matrices=names)
     for optimizer in (made.optimizer, offloaded):
         optimizer.reset()
@@ -409,7 +410,7 @@ def _muon_steps_whole_matrices(made: Trainer, *, other_card: bool = False) -> No
 
 
 def unlike_gpus(folder: Path) -> None:
-    """The machine's one file holds for rank 0's GPU and not for rank 1's."""
+    """Let the machine's file of sizes apply to rank 0's GPU but not to rank 1's."""
     real = trainer_module.facts_of
     with mock.patch.object(
         trainer_module, "facts_of", lambda *which: real(*which) | {"device": f"card {RANK}"}
@@ -424,7 +425,7 @@ def unlike_gpus(folder: Path) -> None:
 
 
 def disk_of_a_copy(folder: Path) -> None:
-    """A copy on each node, the second of which loses its newest checkpoint, then all of them."""
+    """Let the second of two nodes lose its newest checkpoint, then all of its checkpoints."""
     own = folder / f"node{RANK}"
     made = trainer(rank=RANK, world_size=WORLD, local_ranks=1)
     keeper = Checkpointer(trainer=made, folder=own)
@@ -442,15 +443,10 @@ def disk_of_a_copy(folder: Path) -> None:
         assert (keeper.restore() is None) == (left == 0)
         assert len(made.step.batches) == pending, "on all nodes alike"
         if left:
-            same(whole[left - 1], whole_weights(made))
+            assert same(whole[left - 1], whole_weights(made))
         if RANK == 1 and left:
             shutil.rmtree(max(own.glob("checkpoint-*")))
         dist.barrier()
-
-
-def same(one: list[torch.Tensor] | None, two: list[torch.Tensor] | None) -> None:
-    if one is not None and two is not None:
-        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Small trainers for tests of training, in this process or as ranks of their own."""
+"""Make small trainers for tests, in this process or on several ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SETTINGS = TrainingSettings(
 
 
 def tiny(**changes: Any) -> dict[str, Any]:
-    """About 30,000 parameters; 3 key-value rows per head so that shards are uneven."""
+    """Return the config of a model with about 30,000 parameters and uneven shards."""
     shape: dict[str, Any] = {
         "hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate": 48, "vocab": 67,
         "max_positions": 64,
@@ -58,7 +58,7 @@ def trainer(
     frozen: Path | None = None,
     **changes: Any,
 ) -> Trainer:
-    """Initial weights, epoch 0 begun."""
+    """Return a trainer with initial weights, at outer step 0."""
     made = Trainer(
         settings=dataclasses.replace(SETTINGS, **changes),
         model_config=model or tiny(),
@@ -72,7 +72,7 @@ def trainer(
 
 
 def sequences(step: int, *, count: int = EFFECTIVE, vocab: int = 67) -> torch.Tensor:
-    """The whole batch of a step, the same for every world size; learnable (counting)."""
+    """Return a step's whole batch of sequences that count upwards, equal for any world size."""
     generator = torch.Generator().manual_seed(1000 + step)
     start = torch.randint(0, vocab, (count, 1), generator=generator)
     stride = torch.randint(1, 4, (count, 1), generator=generator)
@@ -80,7 +80,7 @@ def sequences(step: int, *, count: int = EFFECTIVE, vocab: int = 67) -> torch.Te
 
 
 def train(made: Trainer, first: int, last: int) -> list[Any]:
-    """Inner steps ``first`` up to but not including ``last``; their reports."""
+    """Take the inner steps from ``first`` to before ``last``; return their reports."""
     reports = []
     for step in range(first, last):
         whole = sequences(step, count=made.settings.local_batch_size_train_effective)
@@ -91,7 +91,7 @@ def train(made: Trainer, first: int, last: int) -> list[Any]:
 
 
 def finished(handle: BackgroundWrite) -> BackgroundWrite:
-    """Wait for its writing. Raises what that raised."""
+    """Wait until the job has ended and return it. Raises the job's error."""
     handle.join()
     if handle.error is not None:
         raise handle.error
@@ -99,9 +99,9 @@ def finished(handle: BackgroundWrite) -> BackgroundWrite:
 
 
 def memory_ends(owner: Any, name: str, *, when: bool) -> AbstractContextManager[Any]:
-    """Let ``name`` of ``owner`` run out of memory inside, ``when`` this rank is to.
+    """Let the method ``name`` of ``owner`` run out of memory, if ``when`` is true on this rank.
 
-    It has room for vectors.
+    Calls with a vector still succeed.
     """
 
     def no_room(*given: Any, **_: Any) -> Any:
@@ -117,7 +117,7 @@ def memory_ends(owner: Any, name: str, *, when: bool) -> AbstractContextManager[
 def save_checkpoint(
     keeper: Checkpointer, progress: Progress, position: dict[str, Any] | None = None
 ) -> None:
-    """Return when it is written, or could not be."""
+    """Save a checkpoint; return once it is written or writing has failed."""
     keeper.save(position or {}, progress)
     keeper.wait()
 
@@ -134,11 +134,13 @@ def whole_weights(made: Trainer) -> list[torch.Tensor]:
 
 
 def evaluate(made: Trainer, batches: torch.Tensor) -> float:
-    """Mean loss in nats per predicted token of (sequences, length), equal on all ranks, which all
-    pass the same sequences; each evaluates its share of them. Collective."""
+    """Return the mean loss of ``batches`` in nats per predicted token. Collective.
+
+    All ranks pass the same (sequences, length) token ids, and each evaluates its share of them.
+    """
     total = 0.0
     for i in range(0, len(batches), made.world_size):
-        # Gathers are collective: a rank without a sequence runs one that does not count.
+        # Gathers are collective, so a rank without a sequence runs one that does not count.
         index = i + made.rank if i + made.rank < len(batches) else i
         with torch.no_grad():
             value = float(made.sharded.root(batches[index : index + 1].to(made.device))[0])
@@ -147,7 +149,7 @@ def evaluate(made: Trainer, batches: torch.Tensor) -> float:
 
 
 def frozen_file(folder: Path, model: Mapping[str, Any]) -> Path:
-    """The frozen tensors that a network of ``model`` publishes."""
+    """Write the frozen tensors that a network of ``model`` publishes; return the file."""
     write_frozen(folder / keys.FROZEN, model, None)
     return folder / keys.FROZEN
 
@@ -158,7 +160,7 @@ def joined(
     config: Mapping[str, Any],
     optimizer: torch.optim.Optimizer | None = None,
 ) -> ScriptWeights:
-    """A script's ``model`` in a network of ``config`` with frozen tensors."""
+    """Return the weights of a script's ``model`` that joined a network with frozen tensors."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return ScriptWeights(
         model,

@@ -1,4 +1,4 @@
-"""Every path that only a GPU takes, on a GPU where there is one; always its CPU counterpart."""
+"""Run the checks of code for a GPU, on the CPU and, if there is one, on the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of many kinds: computed as transformers computes them, or refused by name."""
+"""Test that many kinds of model are computed as transformers computes them, or refused by name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_model_follows_its_config_or_is_refused_by_name(family: str, tmp_path:
 
 
 def test_attention_computed_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows, scales and causality left out of our attention."""
+    """Change the window or the scale in our attention, so that it computes another model."""
     for change, family in (
         ({"sliding_window": None}, "mistral, window of 64"),
         ({"sliding_window": None}, "gemma 3, window of 64"),
@@ -83,7 +83,7 @@ def test_tied_weights_count_once_where_the_config_does_not_say_it(kind: str) -> 
 
 
 def test_an_option_that_is_not_known_is_refused() -> None:
-    """Models to come may have any option; an option at its default value is accepted."""
+    """Future models may pass any option, so only options at a harmless value are accepted."""
     values = torch.randn(1, 4, 8, 16)
     plain, _ = sdpa_causal(torch.nn.Identity(), values, values, values, None)
     same = {

@@ -1,4 +1,4 @@
-"""Networks that train a part of their model: what is exchanged, what stays, and who notices."""
+"""Test networks that train only a part of their model and freeze the rest."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_schema_has_what_is_trained() -> None:
     whole, part = parameter_schema(tiny()), parameter_schema(PART)
     assert [entry for entry in whole if entry not in part] == [(EMBEDDINGS, (67, 32))]
     assert schema_of(build_meta_model(PART), frozen=True) == [(EMBEDDINGS, (67, 32))]
-    # Drawn together, so that a network with frozen tensors begins with the same model.
+    # All parameters are drawn together, so that freezing some of them does not change the model.
     first, *rest = initial_weights(tiny(), seed=4)
     assert same([first], initial_weights(PART, seed=4, frozen=True))
     assert same(rest, initial_weights(PART, seed=4))
@@ -118,7 +118,7 @@ TOY = with_rules({"vocab_size": 67, "hidden_size": 8}, "toy", None)
 
 
 def test_tied_shared_and_scalar_tensors_of_another_kind_of_model(tmp_path: Path) -> None:
-    """A script of that kind uploads and takes an outer step, and the judge measures it."""
+    """Let a script with a plug-in's model upload and take an outer step that the judge measures."""
     schema = parameter_schema(TOY)
     assert [name for name, _ in schema] == ["scale", "table.weight", "inner.weight", "inner.bias"]
     assert dict(schema)["scale"] == ()

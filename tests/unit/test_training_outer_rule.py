@@ -1,4 +1,4 @@
-"""An outer rule is one file: miners take their outer step by it, and checkpoints keep its state."""
+"""Test which outer rules are refused, and how a rule is found in a file."""
 
 from __future__ import annotations
 
@@ -26,14 +26,6 @@ from distributed_training.training.outer_rule import (
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("process_group")]
 
 
-def refuse(monkeypatch: pytest.MonkeyPatch, rule: OuterRule, refused: str, **network: Any) -> None:
-    monkeypatch.setattr(OUTER_RULES, "_made", {"odd": rule})
-    with pytest.raises(ConfigError, match=refused) as caught:
-        outer_rule_of(TrainingSettings(outer_rule="odd"), **{"exchange": "store", **network})
-    assert "\n" not in str(caught.value)
-    assert "so nothing was started: correct the rule" in str(caught.value)
-
-
 def halves(rows: Tensor) -> Tensor:
     return torch.where(rows.abs() < rows.abs().median(1, keepdim=True).values, 0, rows)
 
@@ -43,51 +35,32 @@ def breaks(*given: Any, **rates: Any) -> Any:
 
 
 def moves(returned: Callable[..., Any]) -> dict[str, Any]:
-    """Return a rule's step that returns this."""
+    """Return the parts of a rule whose step returns what ``returned`` returns."""
     return {"step": lambda w, g, s, lr, mu: returned(w, g, s)}
-
-
-def test_the_network_s_own_rule_is_the_outer_sgd_of_diloco() -> None:
-    """Algorithm 1 of Douillard et al. 2023, arXiv 2311.08105."""
-    shared = torch.ones(5)
-    outer = torch.optim.SGD([shared], lr=0.7, momentum=0.9, nesterov=True)
-    weights, momentum = shared.clone(), None
-    for moved in torch.randn(4, 5, generator=torch.Generator().manual_seed(0)):
-        shared.grad = moved
-        outer.step()
-        weights, momentum = nesterov_sgd(weights, moved, momentum, lr=0.7, mu=0.9)
-        assert torch.allclose(weights, shared)
 
 
 @pytest.mark.parametrize(
     ("parts", "part"),
     [
         (moves(lambda w, g, s: (w - g, g.sum())), "does not return float32 tensors"),
-        (moves(lambda w, g, s: (w - g, w.double())), "does not return float32 tensors"),
         (moves(lambda w, g, s: (w.sub_(g), torch.zeros_like(g))), "changes its inputs in place"),
         (moves(lambda w, g, s: (w - g, g)), "returns the average itself"),
         (moves(lambda w, g, s: (w - g / g.norm(), torch.zeros_like(g))), "depending on other rows"),
-        (moves(lambda w, g, s: (w - g, g * 0 if s is None else s[0])), "does not return float32"),
         ({"select": lambda rows: rows[:, :1]}, "does not send float32 tensors of the rows"),
-        ({"select": lambda rows: rows.double()}, "does not send float32 tensors of the rows"),
         ({"select": lambda rows: rows.mul_(0)}, "changes its inputs in place"),
         ({"select": lambda rows: rows * (rows > rows.mean())}, "depending on other rows"),
         ({"feedback": 1.5}, "keeps 1.5 of the residual"),
         ({"feedback": float("nan")}, "keeps nan of the residual"),
         ({"step": breaks}, "step (RuntimeError: Could not infer dtype of NoneType)"),
-        ({"step": lambda param, grad, state: (param, grad)}, "step (TypeError: "),
         ({"step": lambda param, grad, state, losses, lr, mu: (param, grad)}, "step (TypeError: "),
         ({"step": lambda *_, **__: None}, "does not return a pair of tensors"),
         ({"select": breaks}, "select (RuntimeError: "),
         ({"select": lambda rows: None}, "does not send float32"),
         ({"feedback": "half"}, "keeps half of the residual"),
         ({"merge": breaks}, "merge (RuntimeError: "),
-        ({"merge": lambda rows: rows[0]}, "merge (TypeError: "),
         ({"merge": lambda rows, facts: rows}, "merge (it does not return finite"),
-        ({"merge": lambda rows, facts: rows[0].double()}, "merge (it does not return finite"),
         ({"merge": lambda rows, facts: rows[0] / 0}, "merge (it does not return finite"),
         ({"merge": lambda rows, facts: None}, "merge (it does not return finite"),
-        ({"merge": lambda rows, facts: facts[0].age}, "merge (AttributeError: "),
         ({"merge": lambda rows, facts: rows[0] * rows.sum()}, "merges a row depending on"),
     ],
 )
@@ -127,9 +100,11 @@ def test_an_error_of_a_later_call_is_one_line_too(
 def test_a_rule_that_such_a_network_cannot_have_is_refused(
     parts: dict[str, Any], network: dict[str, Any], refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refuse(monkeypatch, OuterRule(nesterov_sgd, **parts), refused, **network)
-    # Without a network there is nothing to refuse.
-    assert outer_rule_of(TrainingSettings(outer_rule="odd"), None)
+    monkeypatch.setattr(OUTER_RULES, "_made", {"odd": OuterRule(nesterov_sgd, **parts)})
+    settings = TrainingSettings(outer_rule="odd")
+    with pytest.raises(ConfigError, match=f"{refused}.*, so nothing was started: correct the rule"):
+        outer_rule_of(settings, **network)
+    assert outer_rule_of(settings, None)  # without a network there is nothing to refuse
 
 
 def test_a_codec_that_nobody_registered_is_refused() -> None:
@@ -142,7 +117,11 @@ def test_a_codec_that_nobody_registered_is_refused() -> None:
     [
         ("no_file.py", None, "there is no file"),
         ("registers_none.py", "", "registers 0 new outer rules"),
-        ("this.py", "", "registers 0 new outer rules"),  # a library's name
+        (
+            "this.py",
+            "",
+            "registers 0 new outer rules",
+        ),  # the standard library has a module of that name
         ("raises_at_once.py", "1 / 0", "raises_at_once cannot be imported"),
         ("other-rule", None, "there is no outer rule called 'other-rule'"),
     ],
@@ -170,5 +149,5 @@ def test_a_file_s_rule_is_found_by_the_file(
         "OUTER_RULES.register('mine', OuterRule(nesterov_sgd))\n"
     )
     assert find_rule(str(tmp_path / "a_rule_of_mine.py")) == "mine"
-    # Whoever this process starts has it too.
+    # Child processes import the plug-in too.
     assert kinds.plugin_environment()[kinds.PLUGINS] == "a_rule_of_mine"

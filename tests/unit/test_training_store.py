@@ -1,4 +1,4 @@
-"""The outer step of a store network: where the movement of a miner goes, whatever happens."""
+"""Test the outer step: all of a miner's movement is merged, carried over or named as dropped."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from distributed_training.training.trainer import Trainer
 from distributed_training.validator.merge import digest_of
 from testbed.first_weights import begin
 from tests.tools.outer_steps import header, sign
-from tests.tools.store_member import decoded, drawn, move, store_step, write_update
+from tests.tools.store_member import decoded, drawn, move, write_update
 from tests.tools.training_world import finished, save_checkpoint, tiny, trainer
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("process_group")]
 
 
 def flat(tensors: Sequence[Tensor] | None) -> Tensor:
-    """All values in one vector, in float64; 0 where there are none."""
+    """Return all values as one float64 vector; without tensors, a single 0."""
     if not tensors:
         return torch.zeros(1, dtype=torch.float64)
     return torch.cat([each.detach().reshape(-1).double() for each in tensors])
@@ -45,7 +45,7 @@ def flat(tensors: Sequence[Tensor] | None) -> Tensor:
 def overlap_of(
     now: list[Tensor], written: Sequence[Tensor], new: list[Tensor], start: list[Tensor]
 ) -> Tensor:
-    """Return what was trained since the upload and lies along the update, of all parameters."""
+    """Return the component along the update of what was trained since the upload, as one vector."""
     parts = []
     for n, w, to, of in zip(now, written, new, start, strict=True):
         late, update = (n - w).double().flatten(), (to - of).double().flatten()
@@ -56,7 +56,7 @@ def overlap_of(
 
 @functools.cache
 def two_trainers() -> tuple[Trainer, Trainer]:
-    """Two processes of one miner, which live one after the other."""
+    """Return two trainers that stand for a miner's process before and after a restart."""
     model = tiny(hidden=16, layers=1, intermediate=24, vocab=17, heads=2)
     first, second = (trainer(model=model, seed=seed) for seed in (0, 7))
     return first, second
@@ -64,7 +64,7 @@ def two_trainers() -> tuple[Trainer, Trainer]:
 
 @dataclass
 class Ledger:
-    """Sums, to which a checkpoint goes back, of the miner's movement, as gradients."""
+    """Sums of the miner's movement, as gradients; a restart goes back to a checkpoint's sums."""
 
     trained: Tensor
     merged: Tensor
@@ -79,12 +79,14 @@ class Ledger:
 
 @dataclass
 class Network:
-    """The validator's part, and the store with what was sent to it."""
+    """The validator, and the store with the files that were sent to it."""
 
     weights: list[list[Tensor]]
     serial: int = 1
-    sent: dict[tuple[int, int], str] = field(default_factory=dict)  # close: digest of the file
-    #: By outer step: the fate of our upload for the one before, and what it was.
+    sent: dict[tuple[int, int], str] = field(
+        default_factory=dict
+    )  # digest of the file, by outer step and close
+    #: By outer step: what became of our upload for the previous one, and the upload's digest.
     fates: dict[int, tuple[Base, str]] = field(default_factory=dict)
     files: dict[str, list[Tensor]] = field(default_factory=dict)  # by digest
 
@@ -100,16 +102,16 @@ class World:
         self.folder, self.drops = folder, drops
         self.made, self.other = two_trainers()
         for made in (self.made, self.other):
-            store_step(made)._drop_overlap, made.outer.rule = drops, rule
+            made.outer._drop_overlap, made.outer.rule = drops, rule
         begin(self.made)
         self.made.total_inner_steps = 0
-        step = store_step(self.made)
+        step = self.made.outer
         nothing = torch.zeros_like(flat(step.epoch_start))
         self.ledger = Ledger(nothing, nothing, nothing)
         self.saved: list[Ledger] = []
         self.network = Network([[t.clone() for t in step.epoch_start or []]])
-        self.serials: dict[int, int] = {}  # of each outer step's last close
-        self.begun = 0  # (drawn) movements
+        self.serials: dict[int, int] = {}  # the last close of each outer step
+        self.begun = 0  # number of movements drawn so far
         self.damaged = False  # a checkpoint was lost
         self.checkpoint()
 
@@ -130,7 +132,7 @@ class World:
 
     def restart(self) -> None:
         self.made, self.other = self.other, self.made
-        # What is not in the checkpoint is as nobody left it.
+        # Overwrite everything first, so that only the checkpoint can bring the state back.
         move(self.made, drawn(0, scale=1.0))
         self.made.begin_epoch(99)
         restored = Checkpointer(trainer=self.made, folder=self.folder / "checkpoints").restore()
@@ -148,9 +150,9 @@ class World:
         return self.folder / f"{self.made.outer_step}.{self.network.serial}.safetensors"
 
     def upload(self, *, killed: str = "", fails: bool = False) -> None:
-        """Write, save, send; a kill may come between."""
+        """Write an upload, save a checkpoint, and send the upload; a kill may come in between."""
         made, network = self.made, self.network
-        if made.outer_step != network.outer_step or store_step(made).serial == network.serial:
+        if made.outer_step != network.outer_step or made.outer.serial == network.serial:
             return
         made.inner_step = max(made.inner_step, 1)
         self.ledger.sent, self.ledger.sent_steps = self.ledger.left, made.inner_step
@@ -160,7 +162,7 @@ class World:
         ):
             head = header("upload", 0, serial=network.serial)
             handle = made.write_upload(self.path(), head, sign=sign)
-            self.train()  # meanwhile
+            self.train()  # while the upload is written
             handle.join()
         assert (handle.error is not None) == fails
         assert not list(self.folder.glob("*.parts"))
@@ -172,12 +174,12 @@ class World:
         self.send()
 
     def send(self) -> None:
-        """Send what the checkpoint knows, once for each close."""
-        if store_step(self.made).serial == self.network.serial and self.path().exists():
+        """Send the upload that the checkpoint knows, once for each close."""
+        if self.made.outer.serial == self.network.serial and self.path().exists():
             place = self.made.outer_step, self.network.serial
             digest = sha256_of(self.path())
             self.network.files[digest] = decoded(self.path(), self.made.schema)
-            self.network.sent.setdefault(place, digest)  # another file is not taken
+            self.network.sent.setdefault(place, digest)  # the first file counts
 
     def apply(self, *, whole: bool = False, refused_first: bool = False) -> None:
         made, network, ledger = self.made, self.network, self.ledger
@@ -191,7 +193,7 @@ class World:
         own: Path | None = self.folder / f"{before}.{serial}.safetensors"
         if base is Base.KEPT or not own.exists() or sha256_of(own) != digest:
             own = None
-        known = own is not None and store_step(made).serial == serial
+        known = own is not None and made.outer.serial == serial
         weights = digest_of(network.weights[target])
         given = Update(target, path, base, own, weights, whole="asked for" if whole else "")
         if refused_first:
@@ -202,9 +204,9 @@ class World:
             assert torch.equal(flat(made.outer.current()), now)
             assert made.outer.state_dict() == kept
         steps, overlap = made.inner_step, torch.zeros_like(ledger.dropped)
-        since = store_step(made)._written or []
+        since = made.outer._written or []
         if base is Base.KEPT:
-            since = store_step(made).epoch_start or []
+            since = made.outer.epoch_start or []
         if base is Base.KEPT or (self.drops and base is Base.MERGED and known):
             overlap = overlap_of(
                 made.outer.current(),
@@ -214,7 +216,7 @@ class World:
             )
         made.prepare_update(given)
         made.commit_outer_step()
-        assert made.outer_step == target and store_step(made).serial is None
+        assert made.outer_step == target and made.outer.serial is None
         if base is Base.MERGED:
             ledger.merged = ledger.merged + flat(network.files[digest])
         assert base is Base.KEPT or known or self.damaged, "a checkpoint knows what was sent"
@@ -229,7 +231,7 @@ class World:
         ledger.dropped = ledger.dropped - overlap
         assert made.inner_step == steps - taken
         missed = base is Base.KEPT and steps > 0
-        assert bool(store_step(made).dropped) == (dropped or missed)
+        assert bool(made.outer.dropped) == (dropped or missed)
 
     # --- what the network does
 
@@ -262,7 +264,7 @@ class World:
     # --- what must hold at any time
 
     def check(self) -> None:
-        made, step = self.made, store_step(self.made)
+        made, step = self.made, self.made.outer
         assert step.start == digest_of(self.network.weights[made.outer_step])
         live = flat(step.epoch_start) - flat(made.outer.current()) + flat(step.residual)
         torch.testing.assert_close(live, self.ledger.left, rtol=0, atol=2e-5)
@@ -293,7 +295,7 @@ OPERATIONS = {
 OFTEN = ("train", "upload", "merge", "apply", "apply", "restart")
 
 
-#: Walks that were once wrong: whether overlap is dropped, the share that is sent, the operations.
+#: Cases that once failed: whether overlap is dropped, the share that is sent, the operations.
 KNOWN = (
     (False, None, "train upload train merge restart apply restart apply"),
     (False, None, "upload move upload keep apply train upload refuse apply"),
@@ -326,7 +328,7 @@ def with_known(test: Callable[..., None]) -> Callable[..., None]:
 def test_all_movement_is_merged_once_or_carried_or_named_as_dropped(
     names: list[str], drops: bool, share: float | None
 ) -> None:
-    """Whether what lies along the update is dropped, and whatever share of it is sent."""
+    """Try all settings: ``drops`` drops the overlap, and ``share`` is the part that is sent."""
     rule = NESTEROV
     if share is not None:
         rule = OuterRule(nesterov_sgd, select=partial(largest, share=share))
@@ -338,7 +340,7 @@ def test_all_movement_is_merged_once_or_carried_or_named_as_dropped(
 
 
 def largest(rows: Tensor, *, share: float = 0.25) -> Tensor:
-    """Return the largest values of each row, zeros for the rest."""
+    """Return ``rows`` with only the largest values of each row, and zeros for the rest."""
     places = rows.abs().topk(max(1, round(share * rows.shape[1])), dim=1).indices
     return torch.zeros_like(rows).scatter_(1, places, rows.gather(1, places))
 
@@ -376,9 +378,7 @@ def test_a_rule_chooses_the_sent_rows_and_keeps_a_share_of_the_rest(
             given = Update(outer_step + 1, update.path, Base.MERGED, own, digest_of(after))
             made.prepare_update(given)
             made.commit_outer_step()
-            torch.testing.assert_close(
-                flat(store_step(made).residual), flat(left), rtol=0, atol=1e-9
-            )
+            torch.testing.assert_close(flat(made.outer.residual), flat(left), rtol=0, atol=1e-9)
 
 
 def test_a_progress_upload_changes_nothing_that_the_upload_for_a_close_carries(
@@ -393,9 +393,9 @@ def test_a_progress_upload_changes_nothing_that_the_upload_for_a_close_carries(
     finished(made.write_upload(tmp_path / "second", header("upload", 0, serial=1), sign=sign))
     progress, upload = (decoded(tmp_path / name, made.schema) for name in ("first", "second"))
     assert all(map(torch.equal, progress, upload)), "the residual is in both"
-    assert store_step(made).serial == 1
-    # It counts from no progress: a later one leaves what the upload was written from.
-    written = store_step(made)._written
+    assert made.outer.serial == 1
+    # A later progress upload does not replace the weights that the upload was written from.
+    written = made.outer._written
     move(made, drawn(2))
     finished(made.write_upload(tmp_path / "third", header("upload", 0, serial=0), sign=sign))
-    assert store_step(made)._written is written and store_step(made).serial == 1
+    assert made.outer._written is written and made.outer.serial == 1
