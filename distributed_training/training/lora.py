@@ -77,8 +77,8 @@ class LoraRules:
             return cls(**given)
         except (ValidationError, TypeError) as error:
             raise UnfitModelError(
-                f"model.settings are no rules of adapters ({_describe(error)}), so it is unclear "
-                f"what to train: correct them in the network's file, as in --lora {_FORM}"
+                f"model.settings has no valid rules for adapters ({_describe(error)}), so it is "
+                f"unclear what to train: correct them in the network's file, as in --lora {_FORM}"
             ) from None
 
 
@@ -109,8 +109,9 @@ def read_rules(given: str, base: Mapping[str, Any], name: str = "") -> dict[str,
         key, equals, value = word.partition("=")
         if key not in known or not equals:
             raise ConfigError(
-                f"--lora {given:.100}: {word!r:.60} is no folder with {ADAPTER_CONFIG} and no rule "
-                f"of {', '.join(sorted(known))}, so no network was created: give it as in {_FORM}"
+                f"--lora {given:.100}: {word!r:.60} is neither a folder with {ADAPTER_CONFIG} nor "
+                f"a rule for one of {', '.join(sorted(known))}, so no network was created: write "
+                f"rules as in {_FORM}"
             )
         rules[key] = int(value) if value.isdecimal() else value
     if isinstance(rules["targets"], str):

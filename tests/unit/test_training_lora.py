@@ -93,14 +93,14 @@ def test_rules_are_read_from_words_and_from_a_folder_of_peft(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("r=0", "model.settings are no rules of adapters .r: Input should be greater"),
+        ("r=0", "model.settings has no valid rules for adapters .r: Input should be greater"),
         (
             "r=8,rank=4",
-            "'rank=4' is no folder with adapter_config.json and no rule of",
+            "'rank=4' is neither a folder with adapter_config.json nor a rule for one of",
         ),
         ("r=8,train=A", "train: Input should be 'both' or 'B'"),
         ("r=8,dtype=int8", "dtype: Input should be 'float32', 'bfloat16' or 'float16'"),
-        ("nowhere", "is no folder with adapter_config.json"),
+        ("nowhere", "is neither a folder with adapter_config.json"),
     ],
 )
 def test_other_rules_are_refused_in_one_line(words: str, line: str) -> None:
