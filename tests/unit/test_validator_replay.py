@@ -284,9 +284,3 @@ def test_an_audit_names_a_state_that_was_put_back(bucket: Path, tmp_path: Path) 
     assert line.startswith("state.json is of outer step 8, but outer/10/manifest.json is signed")
     path.write_bytes(now)
     assert open_chain(bucket, tmp_path).audit().problems == []
-
-
-def test_an_empty_bucket_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "bucket").mkdir()
-    found = open_chain(tmp_path / "bucket", tmp_path).audit()
-    assert found.problems == ["state.json is missing"]
