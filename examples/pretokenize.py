@@ -50,11 +50,11 @@ from distributed_training.config.settings import (
 from distributed_training.config.types import File
 from distributed_training.data.page_source import Counts, PageUnavailable, StdlibSource
 from distributed_training.data.parquet import FolderSource
-from distributed_training.data.shards import SUFFIX, ShardError, open_shard, write_shard
 from distributed_training.data.sources import Opening, check_folder, kind_of
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.protocol.types import ExitStatus
 from examples import line_files
+from examples.shards import SUFFIX, ShardError, open_shard, write_shard
 
 MANIFEST = "pretokenize.json"
 _ROWS_AT_ONCE = 256  # rows that are tokenized together

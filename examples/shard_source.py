@@ -15,9 +15,9 @@ from distributed_training.config.settings import SourceSpec
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.page_source import Counts, PageUnavailable, SourceTokens
 from distributed_training.data.parquet import raise_if_it_may_pass
-from distributed_training.data.shards import SUFFIX, ShardError, open_shard, read_header
 from distributed_training.data.sources import SOURCES, SourceKind, check_folder
 from distributed_training.data.tokenizer import tokenizer_hash
+from examples.shards import SUFFIX, ShardError, open_shard, read_header
 
 log = logging.getLogger(__name__)
 

@@ -1,11 +1,12 @@
-"""Prepare blocks in data workers: open the source, fetch pages, tokenize them, cut sequences.
+"""Prepare blocks in data workers, which fetch pages, tokenize them and cut them into sequences.
 
-``python -m distributed_training.data.block_builder FD`` runs a worker. Over a socket pair, its rank
-sends it a picklable :class:`WorkerSpec` and then block numbers; the worker answers each with a
-:class:`Prepared` or a :class:`Failure`. A worker is a plain program for two reasons. The spawn
-method of ``multiprocessing`` would import the rank's program, and torch with it. And a worker must
-exit whenever its rank exits: it does so when the socket closes. Nothing here imports torch, so a
-worker starts in a fraction of a second.
+``python -m distributed_training.data.block_builder FD`` runs a worker. Over a socket pair, the rank
+sends its worker a picklable :class:`WorkerSpec` and then block numbers. The worker answers each of
+them with a :class:`Prepared` or a :class:`Failure`.
+
+A worker is a plain program for two reasons. The spawn method of ``multiprocessing`` would import
+the rank's program, and torch with it; nothing here imports torch, so a worker starts in a fraction
+of a second. And a worker must exit whenever its rank exits, so it exits when the socket closes.
 """
 
 from __future__ import annotations
@@ -24,20 +25,22 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from distributed_training.common.files import atomic_file
 from distributed_training.common.processes import ParentConnection, write_stacks_on_signal
 from distributed_training.config.settings import DataSettings
 from distributed_training.protocol.pages import Page, PageDraw, place_of
 
 from .page_source import Counts, PageSource, PageUnavailable, SourceTokens
-from .shards import SUFFIX, ShardError, open_shard, write_shard
 from .sources import Source, kind_of
 from .tokenizer import text_tokenizer, tokenizer_hash
 
 log = logging.getLogger(__name__)
 
-#: Format version of prepared blocks. If an operator goes back to an older version of the program,
-#: that version must not mistake these blocks for its own.
-_FORMAT = 4
+SUFFIX = ".tokens"
+#: Format version of prepared blocks. An older version of the program, to which an operator may go
+#: back, must not use these blocks.
+_FORMAT = 5
+_NO_PLACE = -1  # the place of a block that is not made of own text
 _NICENESS = 5  # added to the worker's nice value, so that training has priority
 _PAGES_AT_ONCE = 4  # pages of a block that are fetched at once
 
@@ -46,8 +49,8 @@ _PAGES_AT_ONCE = 4  # pages of a block that are fetched at once
 class WorkerSpec:
     """Everything that a worker needs, in a picklable form.
 
-    ``folder`` holds prepared blocks and the page cache. ``vocabulary`` is the size of the model's
-    vocabulary: rows with token ids beyond it are left out, unless it is None.
+    ``folder`` contains the prepared blocks and the page cache. ``vocabulary`` is the size of the
+    model's vocabulary. Rows with larger token ids are left out, unless it is None.
     """
 
     settings: DataSettings
@@ -63,10 +66,10 @@ class WorkerSpec:
 
     @property
     def blocks(self) -> Path:
-        """The folder of this rank's prepared blocks. Its name depends on all that affects them."""
+        """The folder of this rank's prepared blocks; its name depends on all that affects them."""
         settings = self.settings
-        # List everything that affects the tokens; otherwise a restart with other settings would
-        # train on blocks prepared with the earlier ones.
+        # List everything that affects the tokens. Otherwise, after a restart with other settings, a
+        # rank would train on blocks that were prepared with the earlier settings.
         facts = [
             _FORMAT, settings.spec.text, settings.dataset, settings.text_column,
             settings.pages_per_block, settings.rows_per_page, settings.max_length,
@@ -86,16 +89,17 @@ class WorkerSpec:
 
 
 class TokenSource(Protocol):
-    """A source that returns the tokens of a block's pages.
+    """A source that returns the tokens of a block.
 
-    For a member's own text, ``block`` is the position in the text at which the block begins.
+    If the source is a member's own text, ``block`` is the place in the text at which the block
+    begins.
     """
 
     def block(self, block: int, pages: int) -> SourceTokens: ...
 
 
 class RowsTokens:
-    """Tokens of the pages of rows that the page selection assigns, in page order."""
+    """The tokens of the pages that the page selection assigns, in its order."""
 
     def __init__(self, spec: WorkerSpec, source: PageSource, counts: Counts) -> None:
         self._spec = spec
@@ -116,7 +120,7 @@ class RowsTokens:
                 count=pages,
                 num_rows=self._source.num_rows(),
             )
-        # The page selection raises ValueError if there is no config, or none is large enough.
+        # The page selection raises ValueError if no config is large enough.
         except (PageUnavailable, ValueError) as error:
             self._counts.add("pages_missing", pages)
             return SourceTokens(empty, [str(error)])
@@ -151,7 +155,7 @@ class RowsTokens:
 
 
 def open_tokens(spec: WorkerSpec, counts: Counts) -> TokenSource:
-    """Open the token source that ``--data.source`` names. Raises ConfigError."""
+    """Return the token source that ``--data.source`` names. Raises ConfigError."""
     source = spec.settings.spec
     if (opened := kind_of(source).tokens) is not None:
         tokens: TokenSource = opened(spec, source, counts)
@@ -161,7 +165,7 @@ def open_tokens(spec: WorkerSpec, counts: Counts) -> TokenSource:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A block whose tokens are in ``path``; see :mod:`.shards`."""
+    """A block that is prepared. :func:`read_block` reads its tokens from ``path``."""
 
     block: int
     path: Path
@@ -169,7 +173,21 @@ class Prepared:
     seconds: float
     missing: tuple[str, ...]
     counts: dict[str, int]
-    kept: bool = False  # True if the block already existed, from before a restart
+    kept: bool = False  # True if the block was prepared before a restart
+
+
+def read_block(path: Path) -> tuple[np.ndarray[Any, Any], int]:
+    """Return a block's tokens (sequences, sequence_length), and its place in the own text.
+
+    Raises OSError if the file cannot be read, ValueError if it is damaged.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as found:
+            return found["tokens"], int(found["place"])
+    except OSError:
+        raise
+    except Exception as error:  # damaged bytes can raise anything in the libraries
+        raise ValueError(f"{path} is damaged: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -189,13 +207,14 @@ class BlockMaker:
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
         self._counts = Counts()
-        self._tokenizer = text_tokenizer(spec.tokenizer_path, spec.eos_id)
+        vocabulary = text_tokenizer(spec.tokenizer_path, spec.eos_id).vocabulary
+        self._dtype = np.uint16 if vocabulary <= 2**16 else np.uint32
         self._tokens = open_tokens(spec, self._counts)
         self._folder = spec.blocks
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def prepare(self, block: int, place: int | None = None) -> Prepared:
-        """Prepare a block; a block of own text begins at ``place``.
+        """Prepare a block, which begins at ``place`` if it is made of own text.
 
         Raises OSError, PageUnavailable.
         """
@@ -211,16 +230,11 @@ class BlockMaker:
         count = len(had.tokens) // length
         self._counts.add("blocks")
         self._counts.add("tokens", count * length)
-        if count:  # do not keep a block without tokens, since it is requested again
-            write_shard(
-                path,
-                had.tokens[: count * length].reshape(count, length),
-                tokenizer=self._tokenizer.hash,
-                eos_id=self._spec.eos_id,
-                vocabulary=self._tokenizer.vocabulary,
-                extra={} if place is None else {"place": place},
-                durable=False,  # the file contains its checksum and can be made again
-            )
+        if count:  # a block without tokens is not kept, because it will be requested again
+            # The file contains a checksum and can be made again, so it need not be durable.
+            with atomic_file(path, durable=False) as file:
+                tokens = had.tokens[: count * length].reshape(count, length).astype(self._dtype)
+                np.savez(file, tokens=tokens, place=_NO_PLACE if place is None else place)
         return Prepared(
             block=block,
             path=path,
@@ -231,20 +245,23 @@ class BlockMaker:
         )
 
     def _find_prepared(self, block: int, path: Path, place: int | None) -> Prepared | None:
-        """Return the block if it was prepared before a restart, so that positions stay valid."""
+        """Return the block if it was prepared before a restart, or None.
+
+        Only with the same block does the position in a checkpoint stay valid.
+        """
         try:
-            header, _ = open_shard(path)
+            tokens, found = read_block(path)
         except FileNotFoundError:
             return None
-        except (OSError, ShardError) as error:
+        except (OSError, ValueError) as error:
             log.warning("A prepared block is damaged, so it is prepared again: %s", error)
             return None
-        # If the place differs, the block was made after the checkpoint that training resumed from.
-        if header.extra.get("place") != place:
+        # A block with another place was made after the checkpoint from which training resumed.
+        if found != (_NO_PLACE if place is None else place):
             return None
-        # Refresh the file's time: the pipeline deletes the oldest files, and this one is in use.
+        # The pipeline deletes the oldest files. Refresh the time of this one, which is in use.
         os.utime(path)
-        return Prepared(block, path, header.sequences, 0.0, (), {}, kept=True)
+        return Prepared(block, path, len(tokens), 0.0, (), {}, kept=True)
 
 
 # --- the process ----------------------------------------------------------------------------------
@@ -258,7 +275,7 @@ def _run(parent: ParentConnection) -> None:
 
     def prepare(block: int, place: int | None) -> Prepared:
         nonlocal maker
-        maker = maker or BlockMaker(spec)  # if this failed, the next block tries it again
+        maker = maker or BlockMaker(spec)  # if this raises an error, the next block tries again
         return maker.prepare(block, place)
 
     def send(block: int, prepared: Future[Prepared]) -> None:
@@ -277,14 +294,14 @@ def _run(parent: ParentConnection) -> None:
 def main() -> None:
     os.nice(_NICENESS)
     write_stacks_on_signal()
-    with contextlib.suppress(EOFError, OSError):  # the rank has ended
+    with contextlib.suppress(EOFError, OSError):  # raised when the rank has ended
         _run(ParentConnection())
-    os._exit(0)  # exit without waiting for requests in progress
+    os._exit(0)  # do not wait for requests in progress
 
 
 if __name__ == "__main__":
-    # Import the module under its real name rather than __main__, since objects sent to the rank are
-    # pickled with their module's name.
+    # Import this module under its real name, because objects that are sent to the rank are pickled
+    # with the name of their module, which would otherwise be __main__.
     from distributed_training.data import block_builder
 
     block_builder.main()

@@ -1,9 +1,9 @@
 """Read the held-out text, on which the global model is judged and no member trains.
 
-``data.held_out`` names it: pages of the network's data that no member draws, or files that the
-founder has chosen and pinned by their SHA-256. With neither, it is the Python standard library of
-the validator's machine. Several files are *domains*; the loss that counts is the weighted mean of
-their losses.
+``data.held_out`` names the text: pages of the network's data that no member draws, or files that
+the founder has chosen and pinned by their SHA-256. If it names neither, the text is the Python
+standard library of the validator's machine. If there are several files, each is a *domain*, and
+the loss that counts is the weighted mean of their losses.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ _WHOLE = 10**9  # more tokens than any row has, so that no row is cut
 def held_out_batches(
     config: Config, tokenizer_path: Path, eos_id: int, *, sequences: int
 ) -> dict[str, torch.Tensor]:
-    """Return ``sequences`` sequences of each domain by its name, or all that a small domain has.
+    """Return ``sequences`` sequences of each domain, keyed by its name.
 
-    Each value is int64 (n, sequence_length). Raises ConfigError for a file that is not the pinned
-    one, or a text shorter than one sequence; PageUnavailable if a text cannot be read now.
+    Of a small domain, all sequences are returned. Each value is int64 (n, sequence_length). Raises
+    ConfigError for a file that is not the pinned one, or for a text shorter than one sequence, and
+    PageUnavailable if a text cannot be read now.
     """
     import torch  # imported here, since dt-network reads such files without torch
 
@@ -59,9 +60,10 @@ def held_out_batches(
 def domain_tokens(
     config: Config, tokenizer_path: Path, eos_id: int
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Return all tokens of each domain by its name: int32 (tokens,), at least one sequence.
+    """Return all tokens of each domain, keyed by its name.
 
-    Raises the same errors as :func:`held_out_batches`.
+    Each value is int32 (tokens,) and has at least one sequence. Raises the same errors as
+    :func:`held_out_batches`.
     """
     tokenizer = TextTokenizer(tokenizer_path, eos_id=eos_id)
     found, length = {}, config.training.sequence_length
@@ -83,7 +85,7 @@ def mean_loss(losses: Mapping[str, float], domains: Sequence[Domain]) -> float:
 
 
 def _rows(config: Config, domain: Domain) -> tuple[list[str], int]:
-    """Return the rows, and the number of tokens to which each is cut."""
+    """Return the rows of a domain, and the number of tokens to which each row is cut."""
     if domain.place == "python":
         return StdlibSource().held_out(), _WHOLE
     if domain.digest is not None:
@@ -101,10 +103,10 @@ def _rows(config: Config, domain: Domain) -> tuple[list[str], int]:
 
 
 def _read_pinned(place: str, digest: str, config: Config) -> bytes:
-    """Return the content as :func:`read_file` does, but prefer this machine's copies.
+    """Return the content as :func:`read_file` does, but prefer the copies on this machine.
 
-    The run folder keeps a copy, so that outer steps can still be judged after the server or the
-    founder's own file is gone. A name without a folder refers to a file next to the network's file.
+    A copy is kept in the run folder, so that outer steps can still be judged when the server or the
+    founder's own file is gone. There may also be a copy next to the network's file.
     """
     copy = config.run_folder / HELD_OUT / digest
     beside = Path(config.network.place).parent / HELD_OUT / place
@@ -133,7 +135,7 @@ def _read_pinned(place: str, digest: str, config: Config) -> bytes:
 def read_file(place: str, digest: str | None = None) -> bytes:
     """Return the content of a path or https URL.
 
-    Raises ConfigError for a file that cannot be read or does not have the SHA-256 ``digest``;
+    Raises ConfigError for a file that cannot be read or does not have the SHA-256 ``digest``, and
     PageUnavailable for a URL that does not answer.
     """
     remedy = "correct data.held_out in the network's file, or restore the file that it names"
@@ -148,7 +150,7 @@ def read_file(place: str, digest: str | None = None) -> bytes:
                 raise PageUnavailable(f"the held-out text {place}: {why:.300}") from None
         else:
             with open_at_once(Path(place).expanduser()) as file:
-                # Reading a pipe that nobody writes to returns None.
+                # If the file is a pipe to which nobody writes, read() returns None.
                 content = file.read(LARGEST_FILE + 1) or b""
     except (OSError, NetworkFileError) as error:
         raise ConfigError(
@@ -174,7 +176,7 @@ def read_file(place: str, digest: str | None = None) -> bytes:
 
 
 def file_rows(place: str, content: bytes, column: str) -> list[str]:
-    """Return the rows of a Parquet file's ``column``, or any other file as a single row.
+    """Return the rows of a Parquet file's ``column``; any other file is a single row.
 
     Raises ConfigError.
     """
@@ -185,7 +187,7 @@ def file_rows(place: str, content: bytes, column: str) -> list[str]:
 
         values = pq.read_table(io.BytesIO(content), columns=[column]).column(0).to_pylist()
         return usable_texts(values, Counts())
-    except (OSError, ValueError, LookupError) as error:  # Arrow's errors are of these types too
+    except (OSError, ValueError, LookupError) as error:  # Arrow's errors have these types too
         why = " ".join(str(error).split())
         raise ConfigError(
             f"the held-out text {place} cannot be used ({why:.200}), so no outer step could be "

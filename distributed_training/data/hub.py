@@ -1,12 +1,12 @@
 """Read byte ranges of a dataset's Parquet files directly from Hugging Face.
 
-The files of one commit below ``data.folder`` form the same table as a local copy of them: each
+The files of one commit below ``data.folder`` form the same table as a local copy of them. Each
 folder is a config, whose rows are those of its files, in the order of the file names. So a page is
 the same whether it is read here or with ``--data.source parquet:DIR``.
 
-``huggingface_hub`` sends the requests, waits as long as the hub asks it to, and sends its token
-only to the hub. A file's end says where its row groups are. The ends and the row counts of all
-files are kept on the disk, so only one process on a machine fetches them while the others wait.
+``huggingface_hub`` sends the requests, waits if the hub asks it to, and sends its token only to the
+hub. The end of a Parquet file says where its row groups are. The ends and the row counts of all
+files are kept on the disk, so that one process on a machine fetches them while the others wait.
 After that, a page takes one request.
 """
 
@@ -43,9 +43,9 @@ _PASSING = frozenset({408, 425, 429})  # statuses below 500 for which a retry ma
 
 
 class HubSource(ParquetSource):
-    """The rows of ``data.dataset`` at its pinned commit, or else at its main branch's commit.
+    """The rows of ``data.dataset`` at the pinned commit, or at the newest if none is pinned.
 
-    ``hub``: the hub's URL. ``cache``: a folder in which to keep the files' ends, or None. Raises
+    ``hub`` is the URL of the hub, and ``cache`` a folder for the ends of the files, or None. Raises
     PageUnavailable.
     """
 
@@ -67,21 +67,23 @@ class HubSource(ParquetSource):
         self._sizes: dict[Path, int] = {}
         super().__init__(folder, text_column=settings.text_column, counts=counts)
 
-    def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
-        texts = super().rows(config, row, split=split, limit=limit)
-        self._counts.add("pages_fetched")
-        return texts
-
     def all_rows(self) -> dict[str, int]:
-        if not self._ends:
-            with self._alone_on_this_machine():
-                self._load()
+        with contextlib.ExitStack() as stack:
+            if not self._ends and self._kept is not None:
+                # Let one process on this machine ask the hub, while the others wait. If the disk is
+                # full or does not support locks, each process asks the hub itself.
+                with contextlib.suppress(OSError):
+                    self._kept.mkdir(parents=True, exist_ok=True)
+                    file = stack.enter_context((self._kept / "lock").open("ab"))
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                self._load(self._kept)
                 super().all_rows()
-                self._store()
-        return super().all_rows()
+                self._store(self._kept)
+            return super().all_rows()
 
     def _files(self) -> list[Path]:
-        self._load()
+        if self._kept is not None:
+            self._load(self._kept)
         if not self._sizes:
             found: Any  # file names, each with the hub's details about the file
             with _asking(str(self._folder)):
@@ -102,38 +104,24 @@ class HubSource(ParquetSource):
             )
         return list(self._sizes)
 
-    @contextlib.contextmanager
-    def _alone_on_this_machine(self) -> Iterator[None]:
-        """Let one process on this machine ask the hub, while the others wait."""
-        with contextlib.ExitStack() as stack:
-            # If the disk is full or does not support locks, each process asks the hub itself.
-            with contextlib.suppress(OSError):
-                if self._kept is not None:
-                    self._kept.mkdir(parents=True, exist_ok=True)
-                    file = stack.enter_context((self._kept / "lock").open("ab"))
-                    fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-
-    def _load(self) -> None:
+    def _load(self, kept: Path) -> None:
         """Load the row counts that another process has stored."""
         with contextlib.suppress(OSError, ValueError, TypeError):
-            if self._kept is not None:
-                found = json.loads((self._kept / "rows.json").read_text())
-                for name, (size, ends) in found.items():
-                    path = self._folder / name
-                    self._sizes[path], self._group_ends[path] = size, ends
-                    self._scanned[path] = ends[-1] if ends else 0
+            found = json.loads((kept / "rows.json").read_text())
+            for name, (size, ends) in found.items():
+                path = self._folder / name
+                self._sizes[path], self._group_ends[path] = size, ends
+                self._scanned[path] = ends[-1] if ends else 0
 
-    def _store(self) -> None:
+    def _store(self, kept: Path) -> None:
         """Store the row counts for the other processes."""
+        found = {
+            path.relative_to(self._folder).as_posix(): (self._sizes[path], ends)
+            for path, ends in self._group_ends.items()
+            if path in self._scanned
+        }
         with contextlib.suppress(OSError):
-            if self._kept is not None:
-                found = {
-                    path.relative_to(self._folder).as_posix(): (self._sizes[path], ends)
-                    for path, ends in self._group_ends.items()
-                    if path in self._scanned
-                }
-                write_json(self._kept / "rows.json", found, durable=False)
+            write_json(kept / "rows.json", found, durable=False)
 
     def _metadata(self, path: Path) -> Any:
         name = hashlib.sha256(str(path).encode()).hexdigest()[:16]
@@ -155,12 +143,12 @@ class HubSource(ParquetSource):
         return pa.PythonFile(file, mode="r")
 
     def _parquet(self, path: Path) -> Any:
-        # With pre_buffer, the whole column of a row group is read in one request.
+        # With pre_buffer, one request reads the whole column of a row group.
         return pq.ParquetFile(self._open(path), metadata=self._metadata(path), pre_buffer=True)
 
 
 class _HubFile(HfFileSystemFile):
-    """A file at the hub; a read is limited to ``LARGEST_READ``."""
+    """A file at the hub, of which at most ``LARGEST_READ`` bytes are read at once."""
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         size = end - start
@@ -182,7 +170,7 @@ class _HubFile(HfFileSystemFile):
 
 @contextlib.contextmanager
 def _asking(what: str) -> Iterator[None]:
-    """Raise PageUnavailable for any error while requesting ``what`` from the hub."""
+    """Raise PageUnavailable for any error that occurs while ``what`` is requested."""
     try:
         yield
     except PageUnavailable:
@@ -192,8 +180,8 @@ def _asking(what: str) -> Iterator[None]:
             f"{what}: the hub has no such dataset or commit, or HF_TOKEN may not read it"
         ) from None
     except Exception as error:  # noqa: BLE001 - a server's answer can raise anything in a library
-        # Leave out the error's text: it may contain the token, or a signed URL to which the hub
-        # redirected.
+        # Do not show the text of the error. It may contain the token, or a signed URL to which the
+        # hub has redirected the request.
         status = getattr(getattr(error, "response", None), "status_code", 0)
         why = f"HTTP {status}" if status else type(error).__name__
         if status == 429:

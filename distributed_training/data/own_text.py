@@ -1,12 +1,13 @@
-"""Read a member's own text, if the network's file says ``data.own``: files of ``--data.own_text``.
+"""Read a member's own text from the files that ``--data.own_text`` names.
 
-Only this module reads the text. Nothing leaves this machine except what was learned from it.
+The network's file allows this with ``data.own``. Only this module reads the text. Nothing leaves
+this machine except what was learned from it.
 
 All files together form one sequence of bytes, which is cut into *units* of 2 to 32 KiB. A unit
 consists of the lines that begin in it, or of the rows in that part of a Parquet file. Each pass
 over the text has its own random order, which depends only on the number of units. So the number of
-the next unit describes the position in the text. Checkpoints contain it, so after a kill no unit is
-repeated or lost. Ranks take turns.
+the next unit fully describes the position in the text. Checkpoints contain this number, so that a
+kill neither repeats nor loses a unit. The ranks take turns to read units.
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ from distributed_training.config.types import ConfigAway, ConfigError
 
 from .page_source import PAGE, TOO_LONG, Counts, PageUnavailable, SourceTokens, usable_texts
 from .parquet import ParquetSource, files_below, raise_if_it_may_pass
-from .tokenizer import TextTokenizer, text_tokenizer
+from .tokenizer import text_tokenizer
 
 log = logging.getLogger(__name__)
 
 UNIT, _SMALLEST = 2**15, 2**11  # bytes
-# A token has about four bytes with most tokenizers, and one byte with the byte tokenizer. With 2, a
-# block has about as much text as one made of pages.
+# A token has about four bytes with most tokenizers, and one byte with the byte tokenizer. With a
+# value of 2, a block has about as much text as a block of pages has.
 _BYTES_OF_TOKEN = 2
-_EDGE = 4096  # bytes after a unit in which the end of its last line is searched for
-_LOOKED_AT = 2**20  # bytes of each file that are checked at startup
+_EDGE = 4096  # bytes after a unit in which to search for the end of its last line
+_LOOKED_AT = 2**20  # bytes of each file that are checked at the start
 _PIECE = 2**16  # characters of a row that are tokenized at once
 _JSON_LINES = (".jsonl", ".ndjson")
 _WHOLE = 10**9  # more tokens than any piece has, so that no piece is cut
-_SEED = 44  # seed of the order, which still differs between members, as their texts do
+_SEED = 44  # seed of the order; members may share it, because their texts differ
 
 
 def units_of_block(settings: DataSettings, sequence_length: int) -> tuple[int, int]:
-    """Return how many units a rank reads for a block, and how many bytes each has.
+    """Return how many units a rank reads for a block, and how many bytes a unit has.
 
-    Together they have about as much text as the pages of a block would have.
+    Together, the units have about as much text as the pages of a block would have.
     """
     sequences = settings.pages_per_block * settings.rows_per_page
     wanted = sequences * sequence_length * _BYTES_OF_TOKEN
@@ -57,11 +58,12 @@ def units_of_block(settings: DataSettings, sequence_length: int) -> tuple[int, i
 class OwnText:
     """The files of ``--data.own_text``, as one sequence of units.
 
-    The suffix tells Parquet and JSON lines files apart; any other file is text. A file that is
-    named explicitly must be readable. ``left_out`` has a line for each file that a folder contains
-    and that cannot be read. ``unit``: the bytes of a unit, UNIT by default.
+    Parquet files and JSON lines are recognized by their suffixes; any other file is text. A file
+    that is named explicitly must be readable. If a file in a named folder cannot be read,
+    ``left_out`` has a line about it. ``unit`` is the number of bytes in a unit, ``UNIT`` by
+    default.
 
-    Raises ConfigError if there is no text, PageUnavailable while a disk is unavailable.
+    Raises ConfigError if there is no text, and PageUnavailable while a disk is unavailable.
     """
 
     def __init__(self, settings: DataSettings, counts: Counts, *, unit: int | None = None) -> None:
@@ -100,7 +102,7 @@ class OwnText:
         return found
 
     def _size(self, path: Path) -> int:
-        """Return how many bytes of text a file has. Raises ValueError, OSError for a bad file."""
+        """Return how many bytes of text a file has. Raises ValueError or OSError for a bad file."""
         size = path.stat().st_size
         if not size:
             raise ValueError("it is empty")
@@ -156,9 +158,9 @@ class OwnText:
 
 
 class OwnTokens:
-    """Own text as a source of blocks, for a ``block_builder.WorkerSpec``.
+    """Own text as a source of tokens, for a ``block_builder.WorkerSpec``.
 
-    :meth:`block` takes the number of the block's first unit instead of a block number.
+    :meth:`block` expects the number of the block's first unit instead of a block number.
     """
 
     def __init__(self, spec: Any, counts: Counts) -> None:
@@ -178,8 +180,8 @@ class OwnTokens:
             try:
                 rows = [*self._text.rows(unit)]
             except (OSError, ValueError) as error:
-                # Fail the whole block, which is then requested again. Otherwise text would be lost
-                # if a disk is unavailable for a moment.
+                # If the disk may come back, fail the whole block, so that it is requested again
+                # and no text is lost.
                 raise_if_it_may_pass(error, Path(str(getattr(error, "filename", "own text"))))
                 missing.append(" ".join(str(error).split()))
                 continue
@@ -194,12 +196,12 @@ class OwnTokens:
         return SourceTokens(np.concatenate(pieces), missing)
 
     def _at(self, number: int) -> int:
-        """Return the unit of the text that is read at position ``number``, counted over passes."""
+        """Return the unit of the text that is the ``number``-th to be read, over all passes."""
         assert self._text is not None
         passed, place = divmod(number, self._text.units)
         if passed not in self._orders:
             order = np.random.default_rng([_SEED, passed]).permutation(self._text.units)
-            # Keep the previous or next pass's order too, since a block may span the end of a pass.
+            # Also keep the order of the previous or next pass, since a block may belong to two.
             self._orders = {p: o for p, o in self._orders.items() if abs(p - passed) == 1}
             self._orders[passed] = order
         return int(self._orders[passed][place])
@@ -208,7 +210,8 @@ class OwnTokens:
 def require_own_text(settings: DataSettings) -> None:
     """Read the beginning of each file, and log what was found.
 
-    Raises ConfigError with a one-line message, before anything is signed or written.
+    Raises ConfigError with a one-line message if there is no text. A start calls this before it
+    signs or writes anything.
     """
     try:
         found = OwnText(settings, Counts())
@@ -218,35 +221,12 @@ def require_own_text(settings: DataSettings) -> None:
     log.log(level, "Own text: %s", found.finding)
 
 
-def require_one_sequence(
-    settings: DataSettings, tokenizer_path: Path, eos_id: int, sequence_length: int
-) -> None:
-    """Raise ConfigError if the text has too few tokens for one sequence."""
-    tokenizer, tokens, away = TextTokenizer(tokenizer_path, eos_id=eos_id), 0, ""
-    try:
-        text = OwnText(settings, Counts())
-        for unit in range(text.units):
-            try:
-                rows = [*text.rows(unit)]
-            # As in training, only the unit that contains an unreadable part of a file is lost.
-            except (OSError, ValueError) as error:
-                away = away or f" ({' '.join(str(error).split()):.200})"
-                continue
-            tokens += len(tokenizer.encode_rows(rows, max_length=_WHOLE))
-            if tokens >= sequence_length:
-                return
-    except PageUnavailable as error:
-        raise ConfigAway(_refusal(str(error))) from None
-    found = f"{' '.join(settings.own_text)} has {tokens} tokens of {sequence_length}{away}"
-    raise (ConfigAway if away else ConfigError)(_refusal(found))
-
-
 def _refusal(cause: str) -> str:
     return f"--data.own_text: {cause}, so there is nothing to train on: name files with text"
 
 
 def _listed(given: tuple[str, ...]) -> dict[Path, bool]:
-    """Return each file once, and whether it was named explicitly.
+    """Return each file, and whether it was named explicitly.
 
     Raises ConfigError, PageUnavailable.
     """
@@ -255,7 +235,7 @@ def _listed(given: tuple[str, ...]) -> dict[Path, bool]:
         try:
             path = Path(text).expanduser()
             below = sorted(files_below(path)) if path.is_dir() else [path]
-        # expanduser raises RuntimeError if there is no user of that name.
+        # expanduser raises RuntimeError if no user has that name.
         except (OSError, RuntimeError) as error:
             raise_if_it_may_pass(error, Path(text))
             raise ConfigError(_refusal(f"{text} cannot be read ({error})")) from None
@@ -265,7 +245,10 @@ def _listed(given: tuple[str, ...]) -> dict[Path, bool]:
 
 
 def _edge(file: Any, at: int) -> int:
-    """Return the first place from ``at`` on to cut text: after a line, or else a character."""
+    """Return the first place from ``at`` on where text may be cut.
+
+    That is after the end of a line, or after a character if no line ends nearby.
+    """
     if not at:
         return 0
     file.seek(at)
@@ -278,11 +261,14 @@ def _edge(file: Any, at: int) -> int:
 
 
 def _lines(file: Any, begin: int, end: int) -> Iterator[bytes | None]:
-    """Yield the lines that begin from ``begin`` to before ``end``; None for one above ``PAGE``."""
+    """Yield the lines that begin in the bytes from ``begin`` to before ``end``.
+
+    Yield None for a line that is longer than ``PAGE``.
+    """
     at = begin
     if begin:
         file.seek(begin - 1)
-        # Read no further than the end of the unit. Otherwise each unit inside a line of 60 MB would
+        # Do not read beyond the end of the unit. Otherwise each unit inside a line of 60 MB would
         # read the rest of that line.
         at = begin - 1 + len(file.readline(end - begin + 1))
     while at < end:
@@ -310,7 +296,7 @@ def _pieces(row: str) -> Iterator[str]:
 
 
 class _ParquetFiles(ParquetSource):
-    """Single Parquet files, addressed by the bytes of their text column."""
+    """Parquet files, each of which is addressed by the bytes of its text column."""
 
     def _listed(self) -> dict[str, list[Path]]:
         self._found: dict[Path, tuple[int, int]] = {}  # file -> its rows and bytes

@@ -1,9 +1,9 @@
-"""Rows of text, addressed in the way of the page selection.
+"""Read rows of text by the positions that the page selection draws.
 
 A :class:`PageSource` returns the rows of one page. Rows without usable text are left out and
-counted. One source is always available, for the local subnet: this machine's Python standard
-library. Its files are divided among configs by a hash of their path, so the split is the same in
-every process. *Held-out* files are never part of a page.
+counted. One source, the Python standard library of this machine, is always available, so the local
+subnet uses it. Some of its files are *held out*, which means that no page contains them. A hash of
+the path selects these files, so that every process selects the same ones.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from distributed_training.common.backoff import Throttle
 if TYPE_CHECKING:
     import numpy as np
 
-#: The page selection draws first rows from 0 to num_rows - 102 (protocol page, section 3).
+#: The page selection draws the first row of a page from 0 to num_rows - 102 (docs/protocol.md,
+#: section 3), so a config with fewer rows has no pages.
 MINIMUM_ROWS = 102
 #: The most bytes of text in a page, for example 100 books of 0.6 MB.
 PAGE = 64 * 2**20
-#: Stands for a row that was not read because it is larger than a page.
+#: A value that stands for a row that was not read, because it is larger than a page.
 TOO_LONG = object()
 
 log = logging.getLogger(__name__)
@@ -43,35 +44,11 @@ class PageUnavailable(RuntimeError):
 
 
 class NothingToRead(PageUnavailable):
-    """A source answers but has no text to read; asking again would give the same answer."""
+    """A source answers, but it has no text to read and never will."""
 
 
 class OtherData(PageUnavailable):
-    """A source serves different data from what the network's file pins, so its pages differ."""
-
-
-@dataclass(frozen=True)
-class Pin:
-    """The data that the network's file names: the commit, and the total number of rows.
-
-    A value of None accepts anything.
-    """
-
-    revision: str | None = None
-    rows: int | None = None
-
-    def check(self, where: str, found: Pin) -> None:
-        """Raise OtherData if ``found`` differs. Values of None are not compared."""
-        for name, pinned, has in (
-            ("revision", self.revision, found.revision),
-            ("row count", self.rows, found.rows),
-        ):
-            if pinned is not None and has is not None and pinned != has:
-                raise OtherData(
-                    f"{where} has {name} {has} and the network's file pins {pinned}, so its "
-                    "pages would differ from the other members' pages: use the pinned data with "
-                    "--data.source parquet:DIR, or ask the founder for a newer file"
-                )
+    """A source does not serve the data that the network's file pins, so its pages differ."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +60,7 @@ class SourceTokens:
 
 
 class PageSource(Protocol):
-    """Rows of text, addressed in the way of the page selection.
-
-    It is used from several threads at once.
-    """
+    """Rows of text that are read by their positions. Several threads use a source at once."""
 
     def num_rows(self) -> Mapping[str, int]:
         """Count the rows of each config. Raises PageUnavailable."""
@@ -95,14 +69,14 @@ class PageSource(Protocol):
     def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
         """Return the texts of at most ``limit`` rows from row ``row`` on, in order.
 
-        Rows that are not text are left out. Raises PageUnavailable, also for a page beyond the end
-        of the config.
+        Rows that are not text are left out. Raises PageUnavailable if the rows cannot be read, or
+        if ``row`` is beyond the end of the config.
         """
         ...
 
 
 class Counts:
-    """Counters by name; safe to use from several threads."""
+    """Counters, each with a name. Several threads may use them at once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -116,16 +90,15 @@ class Counts:
     def drain(self) -> dict[str, int]:
         """Return the counts since the last call."""
         with self._lock:
-            # Replace the counter under the lock, so that counts added in the meantime are returned
-            # by the next call.
+            # Replace the counter under the lock, so that no count is lost that is added meanwhile.
             taken, self._counter = self._counter, Counter()
         return dict(taken)
 
 
 def usable_texts(values: Iterable[object], counts: Counts) -> list[str]:
-    """Return the values that can be trained on, and count the others by their defect.
+    """Return the values that can be trained on, and count the others by their defects.
 
-    A value that would make the page larger than ``PAGE`` bytes is left out too; that is logged at
+    A value that would make the page larger than ``PAGE`` bytes is left out too, which is logged at
     most once per hour.
     """
     texts = []
@@ -142,7 +115,7 @@ def usable_texts(values: Iterable[object], counts: Counts) -> list[str]:
         else:
             try:
                 size = len(value.encode())
-            # Bytes that are not UTF-8 have become lone surrogates, which cannot be encoded.
+            # Bytes that are not UTF-8 were decoded to lone surrogates, which cannot be encoded.
             except UnicodeEncodeError:
                 counts.add("rows_not_utf8")
                 continue
@@ -162,7 +135,7 @@ def usable_texts(values: Iterable[object], counts: Counts) -> list[str]:
 
 # --- the standard library ------------------------------------------------------------------------
 
-_CONFIGS = 8
+_CONFIG = "stdlib"
 _ROW_CHARACTERS = 1000
 _HELD_OUT_OF_100 = 4
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3", "ensurepip"}
@@ -175,45 +148,40 @@ class StdlibSource:
         self._folder = Path(sysconfig.get_paths()["stdlib"])
 
     def num_rows(self) -> Mapping[str, int]:
-        return {config: len(rows) for config, rows in self._tables.items()}
+        return {_CONFIG: len(self._table)}
 
     def all_rows(self) -> dict[str, int]:
-        """Count rows as :meth:`num_rows` does: every config is large enough for a page."""
+        """Count the rows of all configs, each of which is large enough for a page."""
         return dict(self.num_rows())
 
     def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
-        if config not in self._tables:
-            raise PageUnavailable(f"{config} is not a config of the standard library corpus")
-        return self._tables[config][row : row + limit]
+        return self._table[row : row + limit]
 
     def held_out(self) -> list[str]:
         """Return the rows of the held-out files, in a fixed order."""
         return [row for path in self._paths if _held_out(path) for row in self._rows_of(path)]
 
     @cached_property
-    def _tables(self) -> dict[str, list[str]]:
-        tables: dict[str, list[str]] = {f"stdlib-{i}": [] for i in range(_CONFIGS)}
-        # Leave out rows that also occur in held-out files: codec tables and licences are repeated
-        # word for word.
+    def _table(self) -> list[str]:
+        # Leave out rows that also occur in held-out files. Codec tables and licences, for example,
+        # are repeated word for word.
         held_out = set(self.held_out())
-        for path in self._paths:
-            if not _held_out(path):
-                table = tables[f"stdlib-{_digest(path) % _CONFIGS}"]
-                table.extend(row for row in self._rows_of(path) if row not in held_out)
-        return tables
+        paths = (path for path in self._paths if not _held_out(path))
+        return [row for path in paths for row in self._rows_of(path) if row not in held_out]
 
     @cached_property
     def _paths(self) -> list[str]:
-        """The paths below the folder, in the order of their parts."""
+        """The paths below the folder, sorted by their parts."""
         found: list[str] = []
         for folder, subfolders, names in os.walk(self._folder):
-            # Do not search these folders: site-packages may contain a hundred thousand files.
+            # Do not search some folders: site-packages may contain a hundred thousand files.
             subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT]
             below = Path(folder).relative_to(self._folder)
             found += [(below / name).as_posix() for name in names if name.endswith(".py")]
         if not found:
             raise PageUnavailable(f"{self._folder} holds no Python sources")
-        # Sort them: every process must number the rows identically, but os.walk uses disk order.
+        # Sort the paths, because every process must give the rows the same numbers, but os.walk
+        # uses the order of the disk.
         return sorted(found, key=lambda path: path.split("/"))
 
     def _rows_of(self, path: str) -> Iterator[str]:
@@ -232,10 +200,7 @@ class StdlibSource:
                 yield "".join(piece)
 
 
-def _digest(path: str) -> int:
-    # Do not use hash(), which differs from process to process.
-    return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big")
-
-
 def _held_out(path: str) -> bool:
-    return _digest("held out/" + path) % 100 < _HELD_OUT_OF_100
+    # Do not use hash(), which differs from process to process.
+    digest = hashlib.sha256(f"held out/{path}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % 100 < _HELD_OUT_OF_100

@@ -1,8 +1,8 @@
-"""Rows of a folder of Parquet files: on this machine, or at Hugging Face (:mod:`.hub`).
+"""Read the rows of a folder of Parquet files, here or at Hugging Face (:mod:`.hub`).
 
-Each folder that contains files is a config (the given folder itself is called ``root``). Its rows
-are the rows of its files, in the order of the file names. Only two parts of a file are read: its
-end, and the text column in the row groups that contain a page.
+Each folder that contains files is a config, and the given folder itself is the config ``root``. The
+rows of a config are those of its files, in the order of the file names. Only two parts of a file
+are read: its end, and the text column in the row groups that contain a page.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,30 +28,30 @@ log = logging.getLogger(__name__)
 
 #: Bytes of decoded row groups that each data worker keeps for later pages.
 KEPT = 64 * 2**20
-#: The most bytes that a file's end may have, which says where its rows are. Once parsed, it takes
-#: many times as much memory.
+#: The most bytes that the end of a file may have, which says where the rows are. Once parsed, it
+#: takes many times as much memory.
 LARGEST_END = 16 * 2**20
 _TAIL = 2**16  # bytes of a file's end that pyarrow reads first
 _AT_ONCE = 8  # files that are scanned at once
-#: Rows decoded at once. Each may expand to a megabyte if the column is dictionary-encoded.
+#: Rows that are decoded at once. Each may expand to a megabyte if the column has a dictionary.
 _ROWS = 64
-_BUFFER = 2**20  # bytes read from a column at once
-# Errors of a network disk, or of a process at its limits, that may pass.
+_BUFFER = 2**20  # bytes that are read from a column at once
+# Errors that may pass, because a network disk failed or because this process is at its limits.
 _MAY_PASS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def raise_if_it_may_pass(error: Exception, path: Path) -> None:
-    """Raise PageUnavailable for an error that is not the file's fault and may pass on its own."""
+    """Raise PageUnavailable if the file is not the cause of the error, so that it may pass."""
     if isinstance(error, OSError) and error.errno in _MAY_PASS:
         raise PageUnavailable(f"{path} cannot be read now: {error.strerror}") from None
 
 
 def folder_revision(folder: Path, *, wanted: str | None = None) -> str | None:
-    """Return the commit that ``folder`` was downloaded from at Hugging Face, or None.
+    """Return the commit at Hugging Face from which ``folder`` was downloaded, or None.
 
-    The folder is a snapshot in the cache of ``huggingface_hub``, or contains its own notes of the
-    download.
+    The commit is known if the folder is a snapshot in the cache of ``huggingface_hub``, or if
+    ``huggingface_hub`` left notes about the download in it.
     """
     path = folder.resolve()
     commits = {path.parts[at + 1] for at, part in enumerate(path.parts[:-1]) if part == "snapshots"}
@@ -59,16 +60,17 @@ def folder_revision(folder: Path, *, wanted: str | None = None) -> str | None:
         for note in notes.rglob("*.metadata"):
             with contextlib.suppress(OSError, UnicodeDecodeError), note.open() as file:
                 commits.add(file.readline(100).strip())
-    # Prefer any other commit to the wanted one: even one file of another commit means that the
-    # folder is not the wanted commit.
+    # If there are several commits, return one that is not wanted: even one file of another commit
+    # means that the folder is not the wanted commit.
     told = sorted(filter(_COMMIT.fullmatch, commits), key=lambda commit: commit == wanted)
     return told[0] if told else None
 
 
 def spans(ends: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (piece, first row in it, row count) to cover the rows ``first`` to before ``end``.
+    """Yield the pieces that contain the rows from ``first`` to before ``end``.
 
-    ``ends``: the number of rows up to the end of each piece; the last is at least ``end``.
+    Each is yielded as its number, the first of these rows in it, and how many of them it has.
+    ``ends`` has the number of rows up to the end of each piece; the last is at least ``end``.
     """
     at = bisect.bisect_right(ends, first)
     while first < end:
@@ -80,16 +82,17 @@ def spans(ends: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int,
 
 
 def is_no_data(name: str) -> bool:
-    """Return whether a file or folder with this name is left out wherever it is."""
-    # There are no rows in download notes (.cache), in writers' markers (_SUCCESS), or in
-    # lost+found, which is at the root of a disk and which only root can list.
+    """Return whether a file or folder with this name is always left out."""
+    # There are no rows in notes about a download (.cache), in the markers of programs that write
+    # data (_SUCCESS), or in lost+found, which only the root user can list.
     return name.startswith((".", "_")) or name == "lost+found"
 
 
 def files_below(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[Path]:
     """Yield the files of a folder and its subfolders, following links. Raises OSError.
 
-    ``above``: the parent folders on the way here, which a link may lead back to.
+    ``above`` has the folders that contain this one, so that a link back to one of them is not
+    followed.
     """
     here = os.path.realpath(folder)
     if here in above:
@@ -99,13 +102,13 @@ def files_below(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[P
             continue
         if path.is_dir():
             yield from files_below(path, above | {here})
-        # A broken link counts as a file that cannot be read.
+        # Yield a broken link too, as a file that cannot be read.
         elif path.is_file() or path.is_symlink():
             yield path
 
 
 class FolderSource:
-    """A folder of files of one kind. Each file is scanned once; damaged files are left out."""
+    """A folder with files of one kind. Each is scanned once, and damaged files are left out."""
 
     suffixes: tuple[str, ...]
 
@@ -116,21 +119,21 @@ class FolderSource:
         self._scanned: dict[Path, int] = {}
         # Config -> the row at which each of its files ends; empty until the files are scanned.
         self._ends: dict[str, list[int]] = {}
-        self._table: dict[str, int] | None = None
-        # List the files only once, since a file that is added later would shift the rows of all
+        # List the files only once, because a file that is added later would shift the rows of all
         # files after it.
         self._paths = self._listed()
 
     def _listed(self) -> dict[str, list[Path]]:
         """Return the files by config. Raises PageUnavailable if there are none."""
         found: dict[str, list[Path]] = {}
-        # Sort them, since rows must have the same numbers in every process and on every machine.
+        # Sort the files, so that the rows have the same numbers in every process and on every
+        # machine.
         for path in sorted(self._files()):
             if path.suffix.lower() in self.suffixes:
                 config = path.relative_to(self._folder).parent.as_posix()
                 found.setdefault("root" if config == "." else config, []).append(path)
         if not found:
-            # A folder with other files is simply wrong, but an empty one may not be mounted yet.
+            # A folder with other files is the wrong one, but an empty one may not be mounted yet.
             others = next((path.suffix for path in self._files()), None)
             kind = PageUnavailable if others is None else NothingToRead
             found_are = f", only others such as *{others}" if others else ""
@@ -141,23 +144,23 @@ class FolderSource:
         """Return the files below the folder, in any order. Raises PageUnavailable."""
         try:
             return list(files_below(self._folder))
-        except OSError as error:  # a folder that cannot be listed now is not necessarily empty
+        except OSError as error:  # this does not mean that the folder is empty
             raise PageUnavailable(f"{error.filename} cannot be read: {error.strerror}") from None
 
     def num_rows(self) -> Mapping[str, int]:
+        return self._table
+
+    @cached_property
+    def _table(self) -> dict[str, int]:
         rows = self.all_rows()
-        with self._lock:
-            if self._table is not None:
-                return self._table
-            table = {config: count for config, count in rows.items() if count >= MINIMUM_ROWS}
-            self._counts.add("configs_too_small", len(rows) - len(table))
-            if not table:
-                raise PageUnavailable(
-                    f"{self._folder}: the largest config has {max(rows.values(), default=0)} rows "
-                    f"and a page needs a config of at least {MINIMUM_ROWS}: add text"
-                )
-            self._table = table
-            return table
+        table = {config: count for config, count in rows.items() if count >= MINIMUM_ROWS}
+        self._counts.add("configs_too_small", len(rows) - len(table))
+        if not table:
+            raise PageUnavailable(
+                f"{self._folder}: the largest config has {max(rows.values(), default=0)} rows "
+                f"and a page needs a config of at least {MINIMUM_ROWS}: add text"
+            )
+        return table
 
     def all_rows(self) -> dict[str, int]:
         """Count the rows of each config, including configs too small for the page selection.
@@ -173,9 +176,9 @@ class FolderSource:
                         if isinstance(found, int):
                             self._scanned[path] = found
                             continue
-                        # A file stays left out until a restart, which shifts the numbers of the
-                        # rows after it, so that they differ from the validator's. So if an error
-                        # may pass, raise it here and try again later.
+                        # If a file is left out, the rows after it have other numbers than at the
+                        # validator until the next restart. So if the error may pass, raise it
+                        # here, and try again later.
                         raise_if_it_may_pass(found, path)
                         self._counts.add("files_unreadable")
                         log.warning("%s is left out: %s", path, found)
@@ -190,7 +193,7 @@ class FolderSource:
         count = self.all_rows().get(config, 0)
         if row >= count:
             raise PageUnavailable(f"{config} of {self._folder} has {count} rows, but no row {row}")
-        # Read one value at a time, so that a page of long rows is limited before it fills the
+        # Read one value at a time, so that a page of long rows is cut off before it fills the
         # memory.
         return usable_texts(self._values(config, row, min(row + limit, count)), self._counts)
 
@@ -220,10 +223,10 @@ class FolderSource:
 
 
 class ParquetSource(FolderSource):
-    """``*.parquet`` files. The last decoded row groups are kept, up to ``KEPT`` bytes.
+    """A folder of ``*.parquet`` files.
 
-    A larger group is decoded again for each page, up to the page's rows. Files written by pandas
-    have such groups, one per file.
+    The row groups that were decoded last are kept, up to ``KEPT`` bytes. A larger group is decoded
+    again for each page, up to the rows of the page. Files written by pandas have one such group.
     """
 
     suffixes = (".parquet",)
@@ -242,7 +245,7 @@ class ParquetSource(FolderSource):
                 f"it has no column {self._column!r}: see data.text_column of the network's file"
             )
         groups = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
-        # Without this check, rows of a damaged file would be read from groups that do not exist.
+        # Without this check, rows of a damaged file might be read from groups that do not exist.
         if sum(groups) != meta.num_rows or min(groups, default=0) < 0:
             raise ValueError(f"its row groups do not add up to its {meta.num_rows} rows")
         self._group_ends[path] = list(itertools.accumulate(groups))
@@ -267,7 +270,7 @@ class ParquetSource(FolderSource):
     def _parquet(self, path: Path) -> Any:
         import pyarrow.parquet as pq
 
-        # By default, Arrow would read a group's whole column before returning the first row.
+        # By default, Arrow would read the whole column of a group before it returns the first row.
         return pq.ParquetFile(self._open(path), buffer_size=_BUFFER, pre_buffer=False)
 
     def _read(self, path: Path, first: int, count: int) -> Iterator[object]:
@@ -279,21 +282,22 @@ class ParquetSource(FolderSource):
                 skipped = max(0, begin - at)
                 part = batch.slice(skipped, max(0, begin + rows - max(at, begin)))
                 at += len(batch)
-                # Arrow does not check whether text that a file declares as UTF-8 really is.
+                # Arrow does not check whether text that a file declares as UTF-8 really is UTF-8.
                 if pa.types.is_string(part.type):
                     part = part.cast(pa.binary())
                 elif pa.types.is_large_string(part.type):
                     part = part.cast(pa.large_binary())
                 for scalar in part:
                     text = scalar.as_py()
-                    # Decode bytes that are not UTF-8 to lone surrogates; the row is then left out.
+                    # Bytes that are not UTF-8 become lone surrogates, and the row is left out.
                     is_text = isinstance(text, bytes)
                     yield text.decode("utf-8", "surrogateescape") if is_text else text
 
     def _batches(self, path: Path, group: int, end: int) -> Iterator[Any]:
-        """Yield the arrays of a group's column, at least up to row ``end``; keep them if they fit.
+        """Yield the arrays of a group's column, at least up to row ``end``.
 
-        As long as the whole group may fit into ``KEPT``, rows after ``end`` are decoded as well.
+        While the whole group may still fit into ``KEPT`` bytes, the rows after ``end`` are decoded
+        too, so that the group can be kept.
         """
         key, rows, size = (path, group), 0, 0
         decoded: list[Any] = []
@@ -302,9 +306,9 @@ class ParquetSource(FolderSource):
         if known is not None:
             yield from known
             return
-        # Open the file for each group, since a mirror may have more files than a process may open.
+        # Open the file for each group, because a process cannot keep all files of a mirror open.
         with self._parquet(path) as file:
-            # Use no threads: Arrow would occupy all cores, which the ranks need.
+            # Do not use threads, with which Arrow would occupy all cores. The ranks need them.
             how: dict[str, Any] = {"columns": [self._column], "use_threads": False}
             for table in file.iter_batches(batch_size=_ROWS, row_groups=[group], **how):
                 batch = table.column(0)

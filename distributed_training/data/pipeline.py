@@ -1,11 +1,11 @@
-"""Fetch and tokenize a rank's blocks ahead of time in worker processes, and hand out batches.
+"""Prepare a rank's blocks ahead of time in worker processes, and return batches from them.
 
-A *block* is the next few pages that are assigned to a miner in an outer step: the same number for
-each rank, tokenized and cut into sequences. It is requested ahead of need, prepared by a worker
-process, and kept on disk until it has been trained on, so a restart continues at the next sequence.
-Rank 0 decides which block begins, once every rank has it.
+A *block* is the next few pages that are assigned to a miner in an outer step, tokenized and cut
+into sequences. Each rank gets the same number of pages. A block is requested before it is needed,
+prepared by a worker process, and kept on the disk until it has been trained on, so that a restart
+continues at the next sequence. When every rank has the next block, rank 0 begins it on all of them.
 
-A worker may die for its own reasons (out of memory, a kill) or because of a block. The worker that
+A worker may die because of a block, or for another reason such as a lack of memory. The worker that
 replaces it gets its blocks. A block at which three workers have died is left out.
 """
 
@@ -33,35 +33,33 @@ from distributed_training.common.memory import MOST_WORKERS
 from distributed_training.common.processes import ChildProcess
 
 from . import block_builder
-from .block_builder import Failure, Prepared, WorkerSpec
+from .block_builder import SUFFIX, Failure, Prepared, WorkerSpec, read_block
 from .own_text import units_of_block
-from .shards import SUFFIX, ShardError, open_shard
 from .sources import check_folder
 
 log = logging.getLogger(__name__)
 
 
-_LEAST_AHEAD, _MOST_AHEAD = 2, 8  # blocks prepared ahead of time; more while the source is slow
-_KEPT_FILES = 16  # prepared blocks of this rank that are kept on disk
+_LEAST_AHEAD, _MOST_AHEAD = 2, 8  # blocks that are prepared ahead; more if the source is slow
+_KEPT_FILES = 16  # prepared blocks of this rank that are kept on the disk
 _SLOW_LINE_EVERY = 600.0
-_TIMED_LEAST = 3  # blocks to time before the start-up no longer distorts the measurement
+_TIMED_LEAST = 3  # blocks to time before speeds are compared, because the start distorts them
 #: If preparing a block takes more than this fraction of its training time, another worker starts.
 _NARROW = 0.8
-
-
-_MOST_BLAMED = 2  # workers that may die at a block; at one more, the block is left out
+_MOST_BLAMED = 2  # workers that may die at a block; if one more dies, the block is left out
 
 
 class DataWorker:
-    """The rank's side of a worker. Nothing here waits for the worker.
+    """A worker as its rank sees it. Nothing here waits for the worker.
 
-    A worker that has died is started again, and gets the blocks that were not finished. If a block
-    keeps killing workers, the answer for it is a :class:`Failure`.
+    If a worker dies, another one is started and gets the blocks that were not finished. If several
+    workers die at the same block, the answer for that block is a :class:`Failure`.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
-        self.blocks: dict[int, int | None] = {}  # unanswered blocks in order, each with its place
+        # The blocks without an answer in the order of their requests, each with its place.
+        self.blocks: dict[int, int | None] = {}
         self._arrived: queue.SimpleQueue[Prepared | Failure] = queue.SimpleQueue()
         self._blamed: Counter[int] = Counter()  # block -> number of workers that died at it
         self.child = ChildProcess(
@@ -75,7 +73,7 @@ class DataWorker:
         self.child.start()
 
     def submit(self, block: int, place: int | None = None) -> None:
-        """Have ``block`` prepared; a block of own text begins at ``place``."""
+        """Request ``block``, which begins at ``place`` if it is made of own text."""
         with self.child.lock:
             self.blocks[block] = place
             self.child.send((block, place))
@@ -100,19 +98,19 @@ class DataWorker:
 
     def _receive(self, answer: Prepared | Failure) -> None:
         with self.child.lock:
-            # Forget the block now, so that it is not prepared again if this worker dies.
+            # Remove the block now, so that it is not prepared again if this worker dies.
             self.blocks.pop(answer.block, None)
             self._blamed.pop(answer.block, None)
         self._arrived.put(answer)
 
 
 class DataPipeline:
-    """Blocks in, batches out. It is not thread-safe: call it only from the loop's thread.
+    """Turns the blocks that the loop requests into batches.
 
-    Nothing here waits for a source: :meth:`ready` returns None until a block is prepared. ``spec``
-    says what this rank reads, and where prepared blocks and fetched pages are kept across restarts.
-    ``device``: if it is a CUDA device, batches are in pinned memory, so that copying them to the
-    device does not block.
+    It is not thread-safe, so only the loop's thread may call it. Nothing here waits for a source:
+    :meth:`ready` returns None until a block is prepared. ``spec`` says what this rank reads, and
+    where prepared blocks and fetched pages are kept across restarts. If ``device`` is a CUDA
+    device, batches are in pinned memory, so that copying them to the device does not block.
 
     Raises ConfigError if ``--data.source`` names something that is not a folder.
     """
@@ -125,68 +123,67 @@ class DataPipeline:
         self._spec = spec
         self._settings = settings
         self._micro_batch_size = micro_batch_size
-        # block -> its tokens, memory-mapped as (sequences, sequence_length), or None while it is
-        # being prepared; in request order
+        # The tokens (sequences, sequence_length) of each block, or None while it is being prepared,
+        # in the order of the requests.
         self._blocks: dict[int, np.ndarray[Any, Any] | None] = {}
         self._nothing = np.zeros((0, spec.sequence_length), dtype=np.uint16)
-        # block -> the place in the own text at which it begins; and the place for the next block
+        # The place in the own text at which each block begins, and the place for the next block.
         self._places: dict[int, int] = {}
         self._next_place = 0
         self._returned: list[int] = []  # places of blocks that could not be prepared
-        self._passes_over = False  # whether the next block, and only that one, skips those places
-        # The block that is trained on, and the position in it
+        self._passes_over = False  # whether the next block, but only that one, skips those places
+        # The block that is trained on, and the position in it.
         self._current = 0
         self._sequences = 0  # how many of its sequences are trained on
         self._offset = 0
-        # Moving averages of the seconds it takes to prepare a block and to train on it
+        # Moving averages of the seconds that it takes to prepare a block and to train on it.
         self._prepare_seconds = 0.0
         self._train_seconds = 0.0
         self._timed = 0  # blocks that were trained on from beginning to end
         self._begun_at: float | None = None
-        # Batches served from the current block, and the time of the last batch.
+        # The number of batches from the current block, and the time of the last of them.
         self._served, self._served_at = 0, 0.0
         self._missed = 0.0  # seconds without anything to train on since the last batch
         self.wait_seconds = 0.0  # seconds without anything to train on before the last batch
         self._slow_line = Throttle(_SLOW_LINE_EVERY)
-        # The worker processes, and their counters
         self._counts: Counter[str] = Counter()
         self._full_disk = Repeats(_SLOW_LINE_EVERY)
         self._block_folder = spec.blocks
         self._block_folder.mkdir(parents=True, exist_ok=True)
         for other in self._block_folder.parent.glob(f"rank{spec.rank}-*"):
-            if other != self._block_folder:  # the folder belongs to other settings
+            if other != self._block_folder:  # it was made with other settings
                 shutil.rmtree(other, ignore_errors=True)
-        # A worker that was killed while writing leaves temporary files behind.
+        # A worker that was killed while it wrote a file has left a temporary file behind.
         for left in self._block_folder.glob(".*.tmp"):
             left.unlink(missing_ok=True)
         self._pinned = device is not None and device.type == "cuda"
-        # Start the workers only after removing the files of earlier ones: they write immediately.
+        # Start the workers after the files of earlier ones were removed, since they write at once.
         count = 1 if settings.workers == "auto" else settings.workers
         self._workers = [DataWorker(spec) for _ in range(count)]
 
     # --- blocks ahead --------------------------------------------------------------------------
 
     def gather_blocks(self) -> None:
-        """Receive what the workers have prepared. The loop calls it at each boundary."""
+        """Receive what the workers have prepared. The loop calls this at each boundary."""
         for worker in self._workers:
             for answer in worker.answers():
                 self._receive(answer)
 
     def request(self, block: int) -> None:
-        """Start preparing ``block``, unless that is done or in progress. Returns at once."""
+        """Have ``block`` prepared, unless that is done or in progress. Return at once."""
         # A block that was empty at an earlier request may have text now.
         if self._blocks.get(block, self._nothing) is not self._nothing:
             return
         self._blocks.pop(block, None)
         self._blocks[block] = None
-        # Choose the worker with the fewest blocks, since a worker may be stuck on a slow page.
+        # Choose the worker with the fewest blocks, since some worker may wait for a slow page.
         worker = min(self._workers, key=lambda worker: len(worker.blocks))
         worker.submit(block, self._place(block) if self._settings.own else None)
 
     def _place(self, block: int) -> int:
-        """Return where ``block`` begins in the own text; a new block is given a place."""
+        """Return where ``block`` begins in the own text, and choose that place for a new block."""
         if block not in self._places:
-            # Do not retry a place at once; otherwise text on a bad sector would block all the rest.
+            # Do not use a place again at once, since text on a bad sector would block all the rest.
             if self._returned and not self._passes_over:
                 self._places[block] = self._returned.pop(0)
             else:
@@ -215,7 +212,7 @@ class DataPipeline:
                 )
             self._counts["blocks_failed"] += 1
             self._blocks[answer.block] = self._nothing
-            if answer.block in self._places:  # keep its place, so that its text is not lost
+            if answer.block in self._places:  # a later block gets the place, so no text is lost
                 self._returned.append(self._places.pop(answer.block))
                 self._passes_over = True
             return
@@ -227,9 +224,8 @@ class DataPipeline:
         held = self._nothing
         if answer.sequences:
             try:
-                # Do not verify again: the worker has just checked or written the file.
-                _, held = open_shard(answer.path, verify=False)
-            except (OSError, ShardError) as error:
+                held, _ = read_block(answer.path)
+            except (OSError, ValueError) as error:
                 log.warning("Block %d is left out: %s", answer.block, error)
                 self._counts["blocks_failed"] += 1
         self._blocks[answer.block] = held
@@ -248,15 +244,15 @@ class DataPipeline:
             raise ValueError(f"block {block} has {have} sequences, {sequences} were ordered")
         now = time.monotonic()
         if self._begun_at is not None and self._served > 1:
-            # Measure up to the last batch, not up to now, since training may have waited for this
-            # block.
+            # Measure up to the last batch rather than up to now, because training may have had to
+            # wait for this block.
             seconds = (self._served_at - self._begun_at) * self._served / (self._served - 1)
             self._train_seconds = _mean(self._train_seconds, seconds)
             self._timed += 1
         self._begun_at, self._served = now, 0
         self._current, self._sequences = block, sequences
         self._offset = start
-        # The blocks that were requested earlier have been trained on, or were empty.
+        # All blocks that were requested earlier were trained on or were empty.
         for earlier in [*itertools.takewhile(lambda each: each != block, self._blocks)]:
             del self._blocks[earlier]
         with contextlib.suppress(OSError):  # the disk may be unavailable or read-only
@@ -293,7 +289,7 @@ class DataPipeline:
     def next(self) -> torch.Tensor | None:
         """Return the next batch, int64 (micro-batch, sequence); None when the block is used up.
 
-        A remainder smaller than a micro-batch is dropped.
+        Sequences at the end that do not fill a micro-batch are dropped.
         """
         started = time.perf_counter()
         held = self._blocks.get(self._current)
@@ -312,17 +308,17 @@ class DataPipeline:
         return batch
 
     def missed(self, seconds: float) -> None:
-        """Note that the loop had nothing to train on; the next batch's wait includes it."""
+        """Add time in which the loop had nothing to train on to the wait for the next batch."""
         if self._served_at:  # a wait before the first batch is part of the start
             self._missed += seconds
 
     # --- position ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as JSON-able values.
+        """Return the position, as values that JSON supports.
 
-        The next sequence to serve is number ``offset`` of block ``page_block``, whose first
-        ``sequences`` sequences are served.
+        The next sequence is number ``offset`` of block ``page_block``, of which only the first
+        ``sequences`` sequences are used.
         """
         position: dict[str, Any] = {
             "page_block": self._current,
@@ -338,7 +334,7 @@ class DataPipeline:
     def load_state_dict(self, cursor: dict[str, Any]) -> None:
         """Request the block that a checkpoint's :meth:`state_dict` names.
 
-        The loop then begins it with ``start=cursor["offset"]``. It contains the same tokens as
+        The loop then begins it with ``start=cursor["offset"]``. The block has the same tokens as
         before, because prepared blocks stay on the disk.
         """
         self._next_place = int(cursor.get("next", 0))
@@ -350,7 +346,7 @@ class DataPipeline:
     # --- what was done -------------------------------------------------------------------------
 
     def counters(self) -> dict[str, int]:
-        """Return counts since the start by name, such as pages, rows left out, and failures."""
+        """Return the counts since the start, such as pages, failures and rows left out, by name."""
         restarts = sum(worker.child.starts - 1 for worker in self._workers)
         return {**self._counts, "worker_restarts": restarts}
 
@@ -358,7 +354,7 @@ class DataPipeline:
     def depth(self) -> int:
         """The number of blocks to request ahead of time.
 
-        It grows when preparing a block takes long compared with training on it.
+        It is larger if preparing a block takes long compared with training on it.
         """
         if (fixed := self._settings.prefetch_blocks) != "auto":
             return fixed
@@ -368,7 +364,7 @@ class DataPipeline:
         return max(_LEAST_AHEAD, min(_MOST_AHEAD, needed))
 
     def close(self) -> None:
-        """End the workers. Batches handed out stay valid."""
+        """End the workers. Batches that were returned stay valid."""
         for worker in self._workers:
             worker.child.close(timeout=timedelta(seconds=3))
         self._blocks.clear()

@@ -1,12 +1,12 @@
-"""The kinds of ``--data.source``, keyed by the word before the colon.
+"""Open a source by its kind, which is the word before the colon in ``--data.source``.
 
-To add your own kind, write a function that returns a :class:`.page_source.PageSource`, and put one
-line::
+To add your own kind, write a function that returns a :class:`.page_source.PageSource`, and put a
+line such as this::
 
     SOURCES.register("counter", SourceKind(lambda opening: Counter()))
 
 into a module that ``--plugins`` names. The module that reads a kind's rows is imported only when a
-source of that kind is opened, so a program that only checks its settings stays small.
+source of that kind is opened, so that a program that only checks its settings stays small.
 """
 
 from __future__ import annotations
@@ -22,12 +22,26 @@ from distributed_training.config.settings import DataSettings, SourceSpec
 from distributed_training.config.types import ConfigError, choose_kind
 from distributed_training.protocol.pages import PageDraw
 
-from .page_source import Counts, NothingToRead, PageSource, Pin, StdlibSource
+from .page_source import Counts, NothingToRead, OtherData, PageSource, StdlibSource
+
+
+@dataclass(frozen=True)
+class Pin:
+    """What a network's file can pin of its data: the commit, and the total number of rows.
+
+    ``revision`` is None if the source does not know it.
+    """
+
+    revision: str | None
+    rows: int
 
 
 @dataclass(frozen=True)
 class Opening:
-    """How to open a source. ``cache``: a folder in which to cache the source's data, or None."""
+    """The values that are needed to open a source.
+
+    ``cache`` is a folder in which to cache the source's data, or None.
+    """
 
     settings: DataSettings
     spec: SourceSpec
@@ -45,12 +59,13 @@ class Opening:
 class SourceKind:
     """One kind of source.
 
-    ``open`` returns the rows. It raises ConfigError, or PageUnavailable if a later try may
-    succeed. It is None for a kind whose rows nobody else can read. ``in_folder``: True if a folder
-    follows the colon. ``for_trials``: True for a kind meant for trials only, which a network's file
-    may not use. ``tokens``: for a kind without rows, a function that returns a
-    ``block_builder.TokenSource``, given a ``WorkerSpec``, the source's specification and the
-    counters.
+    Attributes:
+        open: Returns the rows. Raises ConfigError, or PageUnavailable if a later attempt may
+            succeed. It is None for a kind whose rows nobody else can read.
+        in_folder: Whether a folder follows the colon.
+        for_trials: Whether the kind is only for trials, so that a network's file may not use it.
+        tokens: For a kind without rows, a function that returns a ``block_builder.TokenSource``,
+            given a ``WorkerSpec``, the specification of the source and the counters.
     """
 
     open: Callable[[Opening], PageSource] | None = None
@@ -83,10 +98,10 @@ def check_folder(spec: SourceSpec) -> None:
 
 
 class Source:
-    """The rows of ``--data.source``, opened on first use.
+    """The rows of ``--data.source``, which is opened on first use.
 
-    As long as that fails, each call tries again: a disk may be mounted late, and a hub may recover.
-    ``cache``: a folder in which to cache the source's data, such as the row groups' positions.
+    If that fails, the next call tries again, since a disk may be mounted late and a hub may
+    recover. ``cache`` is a folder in which to cache data such as the positions of row groups.
 
     Raises ConfigError for a folder that does not exist, and for a kind without rows.
     """
@@ -108,31 +123,39 @@ class Source:
     def num_rows(self) -> Mapping[str, int]:
         """Count the rows of each config.
 
-        Raises PageUnavailable: OtherData if the source does not match what the network's file pins.
+        Raises PageUnavailable, in particular OtherData if the source does not have the data that
+        the network's file pins.
         """
-        if self._source is None:
-            settings, source = self._opening.settings, self._open(self._opening)
-            pin = Pin(settings.revision, settings.rows)
-            if pin != Pin():
-                pin.check(f"--data.source {settings.spec.text}", self._pin_of(source))
-            self._source = source
-        return self._source.num_rows()
+        return self._opened().num_rows()
 
     def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
-        assert self._source is not None  # num_rows() was called before, to choose the page
-        return self._source.rows(config, row, split=split, limit=limit)
+        return self._opened().rows(config, row, split=split, limit=limit)
 
     def pin(self) -> Pin:
-        """Return the pin of what the source serves now; its revision is None if it is unknown.
+        """Return the pin of what the source serves now. Raises PageUnavailable."""
+        return self._pin_of(self._opened())
 
-        Raises PageUnavailable.
-        """
-        self.num_rows()
-        assert self._source is not None
-        return self._pin_of(self._source)
+    def _opened(self) -> PageSource:
+        if self._source is None:
+            settings, source = self._opening.settings, self._open(self._opening)
+            if (settings.revision, settings.rows) != (None, None):
+                now = self._pin_of(source)
+                for name, pinned, found in (
+                    ("revision", settings.revision, now.revision),
+                    ("row count", settings.rows, now.rows),
+                ):
+                    if None not in (pinned, found) and pinned != found:
+                        raise OtherData(
+                            f"--data.source {settings.spec.text} has {name} {found} and the "
+                            f"network's file pins {pinned}, so its pages would differ from the "
+                            "other members' pages: use the pinned data with --data.source "
+                            "parquet:DIR, or ask the founder for a newer file"
+                        )
+            self._source = source
+        return self._source
 
     def _pin_of(self, source: PageSource) -> Pin:
-        revision = getattr(source, "revision", None)  # only a hub source has it
+        revision = getattr(source, "revision", None)  # only the hub's source has one
         folder = self._opening.spec.folder
         if revision is None and folder is not None:
             from .parquet import folder_revision
@@ -144,7 +167,8 @@ class Source:
 def readable(settings: DataSettings) -> Pin:
     """Read a page of ``--data.source`` to test it, and return the pin of what it serves.
 
-    Raises ConfigError, and PageUnavailable: NothingToRead if no miner could ever read the source.
+    Raises ConfigError, NothingToRead if no miner could ever read the source, and PageUnavailable if
+    it cannot be read now.
     """
     source = Source(settings)
     pin = source.pin()
@@ -165,7 +189,7 @@ def readable(settings: DataSettings) -> Pin:
 
 
 def _open_hub(opening: Opening) -> PageSource:
-    share(HUB)  # set it first, since the hub's client reads the environment
+    share(HUB)  # do this first, because the hub's client reads the environment
 
     from .hub import HubSource
 
@@ -179,7 +203,7 @@ def _open_parquet(opening: Opening) -> PageSource:
     return ParquetSource(opening.folder, text_column=column, counts=opening.counts)
 
 
-def _open_own(worker: Any, spec: SourceSpec, counts: Counts) -> Any:
+def _open_own(worker: Any, _: SourceSpec, counts: Counts) -> Any:
     from .own_text import OwnTokens
 
     return OwnTokens(worker, counts)

@@ -1,4 +1,4 @@
-"""Text to token ids: a byte-level tokenizer that needs no download, or one from Hugging Face."""
+"""Turn text into token ids, with a byte-level tokenizer or with one from Hugging Face."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .page_source import Counts
 
 log = logging.getLogger(__name__)
 
-#: The most characters of a row that are tokenized: per wanted token, and in total. Without a limit,
-#: a tokenizer would read the whole row, and 2 million characters take 3 s and 280 MB.
+#: The most characters of a row that are tokenized, per wanted token and in total. Without limits, a
+#: tokenizer would read the whole row, and 2 million characters already take 3 s and 280 MB.
 _PER_TOKEN, LONGEST = 64, 2**21
 _BATCH = 2**20
 EOS = "<eos>"
@@ -31,7 +31,7 @@ BYTE_VOCABULARY = 264
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Make a tokenizer with one token per UTF-8 byte, plus EOS (id 256).
+    """Return a tokenizer with one token per UTF-8 byte, and with EOS as id 256.
 
     Ids 0 to 255 follow the order of the byte-level alphabet.
     """
@@ -47,8 +47,8 @@ def byte_tokenizer() -> Tokenizer:
 class TextTokenizer:
     """A tokenizer loaded from its ``tokenizer.json``, with its EOS id, as data workers use it.
 
-    ``hash`` identifies the tokenizer; shards contain it. ``vocabulary`` is the number of ids,
-    including those of added tokens.
+    ``hash`` identifies the tokenizer. ``vocabulary`` is the number of ids, including those of added
+    tokens.
     """
 
     def __init__(self, path: Path, *, eos_id: int) -> None:
@@ -69,13 +69,13 @@ class TextTokenizer:
     ) -> np.ndarray[Any, Any]:
         """Cut each row to ``max_length`` tokens, add EOS, and join all rows: int32 (tokens,).
 
-        A row is left out if it has an id of ``vocabulary`` or above, which the model does not have,
-        or if the tokenizer fails on it. ``counts`` counts each kind of row. This method is not
+        A row is left out if the tokenizer fails on it, or if it has an id of ``vocabulary`` or
+        above, which the model does not have. ``counts`` counts each kind of row. This method is not
         thread-safe.
         """
         counts = counts or Counts()
         if self._truncated_at != max_length:
-            # As in transformers, special tokens that the tokenizer adds are kept, and count.
+            # As in transformers, the special tokens that the tokenizer adds are kept, and count.
             self._tokenizer.enable_truncation(max_length)
             self._truncated_at = max_length
         longest = min(LONGEST, _PER_TOKEN * max_length)
@@ -95,7 +95,7 @@ class TextTokenizer:
         return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
 
     def _ids_of(self, rows: list[str]) -> list[list[int] | None]:
-        """Return the truncated ids of each row, or None for a row on which the tokenizer fails."""
+        """Return the ids of each row after truncation; None if the tokenizer fails on the row."""
         with contextlib.suppress(ValueError), _foreign("of the data"):
             encodings = self._tokenizer.encode_batch_fast(rows, add_special_tokens=True)
             return [encoding.ids for encoding in encodings]
@@ -104,14 +104,14 @@ class TextTokenizer:
 
 @functools.cache
 def text_tokenizer(path: Path, eos_id: int) -> TextTokenizer:
-    """Return the only tokenizer of this file in this process, since a large one takes 100 MB."""
+    """Return the tokenizer in a file, and load it only once, since a large one takes 100 MB."""
     return TextTokenizer(path, eos_id=eos_id)
 
 
 def _batches(rows: Iterable[str]) -> Iterator[list[str]]:
     """Yield the rows in batches of about ``_BATCH`` characters.
 
-    A tokenizer takes 135 bytes of memory per byte of text until the whole batch is done.
+    Until a batch is done, a tokenizer needs 135 bytes of memory for each byte of its text.
     """
     batch: list[str] = []
     left = _BATCH
@@ -138,10 +138,11 @@ def tokenizer_hash(path: Path) -> str:
 def build_tokenizer(name: str, folder: Path, *, revision: str | None = None) -> tuple[Path, int]:
     """Write the ``tokenizer.json`` of ``name`` into ``folder``; return its path and EOS id.
 
-    ``bytes`` names the byte-level tokenizer; anything else is a name or folder for transformers'
-    AutoTokenizer, which can also load the folder that is written here. ``revision``: the commit at
-    the hub; None for the newest. Raises ValueError if the tokenizer has no EOS or no fast form, is
-    damaged or cannot be fetched, and OSError if it cannot be written.
+    ``bytes`` names the byte-level tokenizer. Any other name is that of a folder or a repository
+    for transformers' AutoTokenizer, which can also load the folder that is written here.
+    ``revision`` is the commit at the hub, or None for the newest. Raises ValueError if the
+    tokenizer has no EOS or no fast form, is damaged or cannot be fetched, and OSError if it cannot
+    be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "tokenizer.json"
@@ -174,13 +175,13 @@ def build_tokenizer(name: str, folder: Path, *, revision: str | None = None) -> 
     write_bytes(path, text.encode(), durable=False)
     with _foreign(name):
         TextTokenizer(path, eos_id=eos_id)
-        tokenizer.encode("one two")  # some faults appear only when a row is encoded
+        tokenizer.encode("one two")  # some faults show only when text is encoded
     return path, eos_id
 
 
 def name_of_folder(folder: Path) -> str:
-    """Return the name of a folder's tokenizer: ``bytes`` if it is that one, else its path."""
-    # Ignore a damaged file: the program that loads it will say what is wrong.
+    """Return ``bytes`` if a folder has the byte-level tokenizer, otherwise the folder's path."""
+    # Ignore a damaged file here, because the program that loads it says what is wrong.
     with contextlib.suppress(OSError, ValueError):
         content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         if content == json.loads(byte_tokenizer().to_str()):
@@ -189,13 +190,13 @@ def name_of_folder(folder: Path) -> str:
 
 
 def load_pretrained(name: str, *, revision: str | None = None) -> Any:
-    """Load a tokenizer with transformers, by name or folder; never run code that comes with it.
+    """Load a tokenizer with transformers by its name or folder, and run no code that it brings.
 
-    Raises ValueError; its cause is the error that transformers raised.
+    Raises ValueError, whose cause is the error that transformers raised.
     """
     from transformers import AutoTokenizer
 
-    share(HUB)  # set it first, since the hub's client reads the environment
+    share(HUB)  # do this first, because the hub's client reads the environment
     how: dict[str, Any] = {"use_fast": True, "trust_remote_code": False, "revision": revision}
     if revision is None:
         del how["revision"]
@@ -208,8 +209,8 @@ def _foreign(name: str) -> Iterator[None]:
     """Raise ValueError with a one-line message for any error while reading tokenizer ``name``."""
     try:
         yield
-    # Damaged files make transformers raise errors of any kind, and a panic in its Rust library is
-    # not even an Exception.
+    # With damaged files, transformers may raise any error, and a panic in its Rust library is not
+    # even an Exception.
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise

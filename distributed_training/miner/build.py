@@ -28,7 +28,6 @@ from distributed_training.config import Config
 from distributed_training.config.types import ConfigError, choose_kind
 from distributed_training.config.versions import Versions, for_script, parse_version, under
 from distributed_training.data.block_builder import WorkerSpec
-from distributed_training.data.own_text import require_one_sequence
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.exchange.opening import open_exchange, uploads_folder
 from distributed_training.exchange.store_rounds import StoreRounds
@@ -283,9 +282,6 @@ def open_connections(
     tokenizer_path, eos_id = Path(), 0
     if config.reads_text:  # a script may bring its own text
         tokenizer_path, eos_id = fetch_tokenizer(config, folder)
-        if config.data.own:
-            length = config.training.sequence_length
-            require_one_sequence(config.data, tokenizer_path, eos_id, length)
     info = StartupInfo(
         uid=member.uid,
         model_config=model,

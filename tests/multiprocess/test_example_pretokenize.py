@@ -17,8 +17,8 @@ import pytest
 
 from distributed_training.common.kinds import import_plugins
 from distributed_training.data.pipeline import DataPipeline
-from distributed_training.data.shards import open_shard
 from distributed_training.data.tokenizer import TextTokenizer
+from examples.shards import open_shard
 from tests.tools import forked
 from tests.tools.support_data import wait_ready, worker_spec
 from tests.tools.waiting import wait_for

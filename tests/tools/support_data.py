@@ -1,4 +1,4 @@
-"""Rows for tests, as local files."""
+"""Make rows for tests, and write them to local files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.tools.waiting import wait_for
 
 
 def tables(configs: int = 3, rows: int = 400, *, words: int = 30) -> dict[str, list[str]]:
-    """Texts that are all different, the same in every process."""
+    """Return texts that are all different, but the same in every process."""
     chosen = random.Random(7)
     vocabulary = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
     return {
@@ -47,7 +47,7 @@ _OF_A_RANK = ("uid", "rank", "world_size", "sequence_length", "vocabulary")
 def worker_spec(
     tokenizer: tuple[Path, int], folder: Path, source: str, **changes: Any
 ) -> WorkerSpec:
-    """Return the settings of rank 0 of 4, with small pages and sequences of 32 tokens."""
+    """Return a worker's specification for rank 0 of 4, with small pages and short sequences."""
     own = {k: changes.pop(k) for k in _OF_A_RANK if k in changes}
     values: dict[str, Any] = {"pages_per_block": 4, "rows_per_page": 20, **changes}
     return WorkerSpec(
@@ -61,7 +61,7 @@ def worker_spec(
 
 
 def wait_ready(made: DataPipeline, block: int) -> int:
-    """Wait for a block's sequences, and count them."""
+    """Wait until a block is prepared, and return how many sequences it has."""
     wait_for(lambda: made.ready(block) is not None, f"block {block}", every=0.005)
     return made.ready(block) or 0
 

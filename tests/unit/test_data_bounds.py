@@ -1,4 +1,4 @@
-"""Bounds of the data count bytes: row groups, pages, lines and where they begin."""
+"""Test the limits in bytes on row groups, pages and lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kilobytes for megabytes."""
+    """Use limits of kilobytes instead of megabytes."""
     monkeypatch.setattr(parquet, "KEPT", 30_000)
     monkeypatch.setattr(page_source, "PAGE", 20_000)
     monkeypatch.setattr(line_files, "PAGE", 20_000)
@@ -32,7 +32,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows_of(draw: random.Random, count: int) -> list[str | None]:
-    """Rows of any lengths: many short ones, a few that fill a page, or none does."""
+    """Return rows of drawn lengths, some of which may fill a page."""
     longest = draw.choice((5, 60, 60, 900, 30_000))
     repeated = "ü" * draw.randint(1, longest)
     return [
@@ -42,7 +42,7 @@ def rows_of(draw: random.Random, count: int) -> list[str | None]:
 
 
 def expected(rows: list[str | None]) -> list[str]:
-    """Return the documented rows: a row that does not fit into the rest of a page is left out."""
+    """Return the rows of a page as documented: without any row that does not fit into the rest."""
     left, texts = 20_000, []
     for row in rows:
         if row and len(row.encode()) <= left:
@@ -109,7 +109,7 @@ def test_pages_of_lines_are_bounded_in_bytes(seed: int, tmp_path: Path) -> None:
 
 
 def test_a_bad_line_costs_only_itself(tmp_path: Path) -> None:
-    """A line nested too deeply, one that is no JSON, one larger than a page."""
+    """Use lines that are nested too deeply, are not JSON, or are larger than a page."""
     good = [f"row {i}" for i in range(200)]
     write_jsonl(tmp_path / "0.jsonl", good)
     with (tmp_path / "0.jsonl").open("a") as file:

@@ -1,11 +1,9 @@
-"""Held-out text of the network's own: the judgement of outer steps, and refused texts."""
+"""Test which held-out texts can be used to judge outer steps, and which are refused."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,29 +34,11 @@ LENGTH = 64
 Tokenizer = tuple[Path, int]
 
 
-def dna(draw: random.Random) -> str:
-    """Repeats and complements: something that can be learned."""
-    motif = "".join(draw.choices("ACGT", k=12))
-    return "".join(motif if draw.random() < 0.7 else draw.choice("ACGT") * 3 for _ in range(30))
+TEXTS = {"dna": "ACGT", "sensors": "0123456789,.\n", "han": "的一是不了人我在有他"}
 
 
-def sensors(draw: random.Random) -> str:
-    level = draw.uniform(10, 30)
-    return "".join(f"{i:04d},{level + math.sin(i):.2f},{i % 7},OK\n" for i in range(20))
-
-
-def han(draw: random.Random) -> str:
-    return "".join(draw.choices("的一是不了人我在有他这为之大来以个中上们", k=120)) + "。"
-
-
-TEXTS = {"DNA": dna, "sensors": sensors, "Han": han}
-
-
-def parquet(folder: Path, text: Callable[[random.Random], str], rows: int = 1200) -> Path:
-    draw = random.Random(5)
-    folder.mkdir(parents=True)
-    pq.write_table(pa.table({"text": [text(draw) for _ in range(rows)]}), folder / "0.parquet")
-    return folder
+def text_of(name: str, draw: random.Random) -> str:
+    return "".join(draw.choices(TEXTS[name], k=120))
 
 
 def config_of(folder: Path, *, source: str = "stdlib", **rules: object) -> Config:
@@ -69,13 +49,6 @@ def config_of(folder: Path, *, source: str = "stdlib", **rules: object) -> Confi
     file = network_file(folder, base | values)
     argv = ["--network", file, "--neuron.device", "cpu"]
     return load_config("validator", argv, environ={}, dotenv=None, check=False)
-
-
-def own(folder: Path, text: Callable[[random.Random], str], **rules: object) -> Config:
-    """A network on generated text, eight pages of which are held out."""
-    data = parquet(folder / "data", text)
-    of_data = {"selection": 2, "rows": 1200, "rows_per_page": 10, "held_out_pages": 8}
-    return config_of(folder, source=f"parquet:{data}", **of_data | rules)
 
 
 def test_without_a_text_of_its_own_a_network_has_the_python_library(
@@ -90,7 +63,12 @@ def test_without_a_text_of_its_own_a_network_has_the_python_library(
 
 
 def test_pages_are_held_out_that_nobody_is_assigned(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    config = own(tmp_path, dna)
+    data, draw = tmp_path / "data", random.Random(5)
+    data.mkdir()
+    made = pa.table({"text": [text_of("dna", draw) for _ in range(1200)]})
+    pq.write_table(made, data / "0.parquet")
+    of_data = {"selection": 2, "rows": 1200, "rows_per_page": 10, "held_out_pages": 8}
+    config = config_of(tmp_path, source=f"parquet:{data}", **of_data)
     assert config.held_out_name == "8 pages of the data"
     (batches,) = held_out_batches(config, *tokenizer, sequences=32).values()
     assert batches.shape == (32, LENGTH)
@@ -164,13 +142,13 @@ def test_the_gate_is_in_nats(tmp_path: Path) -> None:
 
 
 def domains_of(folder: Path, *weights: str) -> list[str]:
-    """The three texts as files of a network, in the order of TEXTS."""
+    """Write the three texts to files, and return them as values of data.held_out."""
     found = []
-    for (name, text), weight in zip(TEXTS.items(), weights, strict=True):
-        draw, path = random.Random(8), folder / f"{name}.txt"
-        path.write_text("".join(text(draw) for _ in range(20)))
+    for name, weight in zip(TEXTS, weights, strict=True):
+        path = folder / f"{name}.txt"
+        path.write_text(text_of(name, random.Random(8)) * 20)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        found.append(f"{name.lower()}{weight}={path}#{digest}")
+        found.append(f"{name}{weight}={path}#{digest}")
     return found
 
 
@@ -215,7 +193,7 @@ def test_drawn_domains_are_read_as_they_were_written(drawn: list) -> None:
 def test_each_domain_stands_next_to_the_judged_loss(
     tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The event, the log, the chain's report and the cause of a refused outer step have it."""
+    """Look for the losses in the event, the log, the report to the registry and the manifest."""
     caplog.set_level("INFO")
     rules = config_of(
         tmp_path / "lab",
@@ -268,7 +246,7 @@ def test_a_url_that_is_gone_costs_no_start_after_the_first(
     assert read(place, digest, tmp_path / "none") == text and not list(tmp_path.iterdir())
     assert read(place, digest, tmp_path) == read(place, digest, tmp_path) == text
     assert len(asked) == 2
-    (tmp_path / "held-out" / digest).write_bytes(text[:-1])  # damaged: it is fetched again
+    (tmp_path / "held-out" / digest).write_bytes(text[:-1])  # damaged, so it is fetched again
     with pytest.raises(PageUnavailable, match="503"):
         read(place, digest, tmp_path)
     assert read(place, digest, tmp_path) == text == (tmp_path / "held-out" / digest).read_bytes()

@@ -1,4 +1,4 @@
-"""A dataset's Parquet files read by ranges from a stand-in of the hub, fault by fault."""
+"""Read a dataset's Parquet files in ranges from a stand-in of the hub that has faults."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture(autouse=True)
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds for which the hub's client has waited, which pass at once."""
+    """Return the seconds for which the hub's client has waited, without really waiting."""
     told: list[float] = []
     monkeypatch.setattr(hub_client, "time", SimpleNamespace(sleep=told.append))
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
@@ -47,7 +47,7 @@ def write(path: Path, rows: list[Any], *, group: int = 50, column: str = "text")
 
 @pytest.fixture(scope="module")
 def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two configs, of two files and of one, among files that are no data."""
+    """Write a config of two files, one of a single file, and other files that are not data."""
     folder = tmp_path_factory.mktemp("hub")
     for name, count in (("a/0", 130), ("a/1", 90), ("b c/ü#1", 220)):
         write(folder / f"{name}.parquet", [f"{name} {row} " + "word " * 40 for row in range(count)])
@@ -93,8 +93,8 @@ def test_a_page_costs_one_request_and_an_end_is_fetched_once_on_a_machine(
         assert again.num_rows() == made.num_rows() and not hub.requests
         assert again.rows("a", 60, split="train", limit=10)[0].startswith("a/0 60 ")
         assert again.rows("a", 75, split="train", limit=10)[0].startswith("a/0 75 ")
-        assert hub.ranges() == ["a/0.parquet"]  # a group of 50 rows, kept decoded
-        assert len(again.rows("a", 125, split="train", limit=10)) == 10  # over the file's end
+        assert hub.ranges() == ["a/0.parquet"]  # a group of 50 rows, which is kept decoded
+        assert len(again.rows("a", 125, split="train", limit=10)) == 10  # beyond the file's end
         assert hub.ranges() == ["a/0.parquet", "a/0.parquet", "a/1.parquet"]
 
 
@@ -217,7 +217,7 @@ def test_a_server_without_ranges_and_groups_too_large_for_them_are_named(
 def test_a_damaged_file_is_left_out_by_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A local copy's damaged file is left out too, so rows have the same numbers in both."""
+    """A local copy leaves out the same file, so that its rows have the same numbers."""
     write(tmp_path / "a/0.parquet", [f"row {n}" for n in range(150)])
     write(tmp_path / "a/1.parquet", ["x"] * 150, column="other")
     (tmp_path / "a/2.parquet").write_bytes(b"PAR1" + b"\xff" * 90 + b"PAR1")
@@ -261,7 +261,7 @@ def test_a_founders_dataset_is_pinned_and_all_readers_share_its_listing(
         data = config.data
         assert (data.source, data.dataset, data.folder) == ("hub", DATASET, "")
         assert (data.revision, data.rows, data.selection) == (COMMIT, 440, 2)
-        require_data(config)  # nothing is written before there is a run folder
+        require_data(config)  # it writes nothing while there is no run folder
         (tmp_path / "run").mkdir()
         require_data(config)
         hub.requests.clear()
@@ -269,12 +269,12 @@ def test_a_founders_dataset_is_pinned_and_all_readers_share_its_listing(
         assert not hub.requests
         hub.commit = "1" * 40
         assert Source(data, cache=config.data_cache).num_rows() == {"a": 220, "b c": 220}
-        with pytest.raises(PageUnavailable):  # the commit is gone
+        with pytest.raises(PageUnavailable):  # the commit no longer exists
             readable(data)
 
 
 def test_the_built_in_dataset_is_read_from_one_folder() -> None:
-    """The whole of it has its texts several times."""
+    """The whole dataset contains its texts several times."""
     init = ["init", "lab", "--name", "lab", "--registry", "https://registry.example"]
     init += ["--store", "https://store.example"]
     for more, folder in (

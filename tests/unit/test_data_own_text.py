@@ -1,4 +1,4 @@
-"""Members' own text: read whole, in an order that a kill does not disturb, or refused in a line."""
+"""Test that a member's own text is read completely, even after kills, or refused in one line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import random
 import shutil
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -28,11 +27,10 @@ from distributed_training.config import Config, ConfigError, load_config, proble
 from distributed_training.config.settings import DataSettings
 from distributed_training.config.types import ConfigAway
 from distributed_training.data import own_text
-from distributed_training.data.block_builder import Failure, WorkerSpec
-from distributed_training.data.own_text import OwnText, require_one_sequence, require_own_text
+from distributed_training.data.block_builder import SUFFIX, Failure, WorkerSpec
+from distributed_training.data.own_text import OwnText, require_own_text
 from distributed_training.data.page_source import Counts
 from distributed_training.data.pipeline import DataPipeline
-from distributed_training.data.shards import SUFFIX
 from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.health import outside
 from distributed_training.health.machine import Examination
@@ -52,7 +50,7 @@ def data(*paths: Path | str, **changes: object) -> DataSettings:
 
 
 def words(count: int, seed: int = 0) -> list[str]:
-    """Lines, each of which is there once."""
+    """Return lines that are all different."""
     draw = random.Random(seed)
     return [f"{seed}-{i} {draw.randbytes(draw.randrange(100)).hex()}" for i in range(count)]
 
@@ -72,7 +70,7 @@ def test_files_of_three_kinds_are_read_whole_and_each_row_once(tmp_path: Path) -
     text = OwnText(data(tmp_path), Counts())
     assert text.units > 20
     assert Counter(lines_of(text)) == Counter(line for each in texts for line in each)
-    # A file that is named twice counts once.
+    # A file that is named twice is read only once.
     again = OwnText(data(tmp_path / "a.h", tmp_path), Counts())
     assert Counter(lines_of(again)) == Counter(lines_of(text))
 
@@ -152,7 +150,7 @@ def test_a_bad_file_is_one_line_at_the_start(
     assert "\n" not in str(refused.value) and str(bad) in str(refused.value)
     if content is None:
         return
-    # Of a folder the rest is read, and the line is a warning.
+    # If a folder was named, its other files are read, and the line is a warning.
     (tmp_path / "good").write_text("some text\n")
     require_own_text(data(tmp_path))
     (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
@@ -162,34 +160,10 @@ def test_a_bad_file_is_one_line_at_the_start(
         require_own_text(data(tmp_path))
 
 
-def test_too_little_for_one_sequence_is_one_line(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    (tmp_path / "a").write_text("x" * (LENGTH - 2))
-    with pytest.raises(ConfigError, match=f"has {LENGTH - 1} tokens of {LENGTH}"):
-        require_one_sequence(data(tmp_path), *tokenizer, LENGTH)
-    (tmp_path / "a").write_text("x" * LENGTH)
-    require_one_sequence(data(tmp_path), *tokenizer, LENGTH)
-
-
-def test_text_that_cannot_be_read_at_a_start_is_one_line_or_costs_its_unit(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+def test_text_of_a_disk_that_is_away_at_a_start_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "a").write_text("some words\n" * 20_000)
-    rows = OwnText.rows
-
-    def on_a_bad_disk(bad: int) -> None:
-        def read(text: OwnText, unit: int) -> Iterator[str]:
-            if unit < bad:
-                raise OSError(errno.EIO, "Input/output error")
-            yield from rows(text, unit)
-
-        monkeypatch.setattr(OwnText, "rows", read)
-
-    on_a_bad_disk(1)
-    require_one_sequence(data(tmp_path), *tokenizer, LENGTH)
-    on_a_bad_disk(10**9)
-    with pytest.raises(ConfigAway, match=r"has 0 tokens of 32 \(.*Input/output error\)") as refusal:
-        require_one_sequence(data(tmp_path), *tokenizer, LENGTH)
-    assert "\n" not in str(refusal.value)
+    (tmp_path / "a").write_text("some words")
 
     def away(path: Path) -> int:
         raise OSError(errno.EIO, "Input/output error")
@@ -214,7 +188,7 @@ def spec(folder: Path, tokenizer: Tokenizer, text: Path, **changes: int) -> Work
 
 
 def serve(made: DataPipeline, block: int, batches: int, *, start: int = 0) -> list[tuple[int, ...]]:
-    """Begin a block; the sequences of its next ``batches`` batches."""
+    """Begin a block, and return the sequences of its next ``batches`` batches."""
     made.request(block)
     made.begin(block, wait_ready(made, block), start)
     found: list[tuple[int, ...]] = []
@@ -238,7 +212,7 @@ def own_files(tmp_path: Path) -> Path:
 def test_a_kill_repeats_no_text_and_loses_none(
     tmp_path: Path, tokenizer: Tokenizer, own_files: Path, kept: bool
 ) -> None:
-    """The checkpoint is older than the kill, and the chain has reached other numbers."""
+    """The checkpoint is older than the kill, and later blocks have other numbers."""
     units = OwnText(data(own_files), Counts()).units
     straight = DataPipeline(spec(tmp_path / "a", tokenizer, own_files), micro_batch_size=2)
     with closing(straight):
@@ -250,10 +224,10 @@ def test_a_kill_repeats_no_text_and_loses_none(
     with closing(killed):
         found = serve(killed, 100, 10**9)
         killed.request(101)
-        killed.request(103)  # ahead, and not begun before the checkpoint
+        killed.request(103)  # requested ahead, but not begun before the checkpoint
         found += serve(killed, 101, 7)
         checkpoint = json.loads(json.dumps(killed.state_dict()))
-        # Trained after the checkpoint, and lost with the weights of the kill.
+        # This text was trained on after the checkpoint, so the kill lost its weights.
         while killed.next() is not None:
             pass
         serve(killed, 103, 10**9)
@@ -266,7 +240,7 @@ def test_a_kill_repeats_no_text_and_loses_none(
     with closing(again):
         again.load_state_dict(checkpoint)
         found += serve(again, 101, 10**9, start=checkpoint["offset"])
-        # 104 is on the disk with text of another place than the one it has now.
+        # Block 104 is on the disk, but with text from another place than it has now.
         for block in (103, 104, *range(200, 200 + units - 4)):
             found += serve(again, block, 10**9)
     assert len(found) == len({*found})
@@ -314,7 +288,7 @@ def test_text_that_can_never_be_read_keeps_back_no_other(
     with closing(made):
         served = []
         for block in range(1, 13):
-            if made._place(block) == 0:  # on a bad sector
+            if made._place(block) == 0:  # as if this text were on a bad sector
                 made._receive(own_text_failure(made, block))
             else:
                 served.append(serve(made, block, 10**9))
@@ -322,7 +296,7 @@ def test_text_that_can_never_be_read_keeps_back_no_other(
 
 
 def own_text_failure(made: DataPipeline, block: int) -> Failure:
-    """Ask for a block, and answer as a worker whose disk fails."""
+    """Return the answer of a worker whose disk fails, and give the block a place."""
     made._place(block)
     return Failure(block, "PageUnavailable: it cannot be read now")
 
@@ -432,15 +406,3 @@ def test_assigned_text_has_no_weight_in_such_a_network(tmp_path: Path) -> None:
     assert world.validator.standings.weights()
     for figures in scores.values():
         assert figures["train"] == max(0.0, figures["random"])
-
-
-@pytest.mark.parametrize(
-    ("pages", "rows", "length", "wanted"),
-    [(1, 2, 256, (1, 2048)), (5, 100, 1024, (32, 2**15)), (1, 512, 32, (1, 2**15))],
-)
-def test_a_block_is_as_large_as_its_pages(
-    pages: int, rows: int, length: int, wanted: tuple[int, int]
-) -> None:
-    """Of a larger one more is left when an outer step ends, and no upload names it."""
-    of_a_block = DataSettings(pages_per_block=pages, rows_per_page=rows)
-    assert own_text.units_of_block(of_a_block, length) == wanted

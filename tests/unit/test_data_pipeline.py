@@ -1,4 +1,4 @@
-"""The local corpus, the byte tokenizer and the pipeline with its real worker process."""
+"""Test the local corpus, the byte tokenizer, and the pipeline with a real worker process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from distributed_training.data import pipeline as pipeline_module
-from distributed_training.data.block_builder import WorkerSpec
+from distributed_training.data.block_builder import SUFFIX, WorkerSpec
 from distributed_training.data.page_source import StdlibSource
 from distributed_training.data.pipeline import DataPipeline
-from distributed_training.data.shards import SUFFIX
 from distributed_training.data.tokenizer import BYTE_VOCABULARY, TextTokenizer
 from distributed_training.protocol.pages import block_at
 from tests.tools.support_data import wait_ready, worker_spec
@@ -45,7 +44,7 @@ def running(tokenizer: tuple[Path, int]) -> Iterator[DataPipeline]:
 
 def test_held_out_rows_are_in_no_page() -> None:
     source = StdlibSource()
-    pages = {row for config in source.num_rows() for row in source._tables[config]}
+    pages = {*source._table}
     held_out = [row for row in source.held_out() if len(row) > 200]
     assert len(held_out) > 50
     assert not pages.intersection(held_out)
@@ -65,7 +64,7 @@ def test_bytes_survive_the_tokenizer(tokenizer: tuple[Path, int]) -> None:
 def test_a_miner_trains_on_every_page_that_it_counts(
     tokenizer: tuple[Path, int], world_size: int
 ) -> None:
-    """Its ranks have the pages of a block between them, and the judge draws from all of them."""
+    """The ranks share the pages of a block, and the judge draws from all of these pages."""
     source, made = StdlibSource(), TextTokenizer(tokenizer[0], eos_id=tokenizer[1])
     served: list[torch.Tensor] = []
     block = block_at(9, 40)
@@ -81,7 +80,7 @@ def test_a_miner_trains_on_every_page_that_it_counts(
     ):
         rows = source.rows(config, row, split=split, limit=20)
         tokens = made.encode_rows(rows, max_length=1024)
-        # Where a page begins among the sequences depends on those before it: look for a run.
+        # Search for a part of the page, since its place in the sequences depends on earlier pages.
         middle = bytes(int(token) % 256 for token in tokens[len(tokens) // 2 :][:32])
         assert middle in flat, (config, row)
 
@@ -93,7 +92,7 @@ def test_sequences_are_trimmed_as_ordered(running: DataPipeline) -> None:
     for _ in range(2):
         batch = running.next()
         assert batch is not None and batch.shape == (2, 64) and batch.dtype == torch.int64
-    assert running.next() is None  # the fifth is no whole micro-batch
+    assert running.next() is None  # the fifth sequence does not fill a micro-batch
     cursor = running.state_dict()
     assert cursor == {"page_block": 5, "sequences": 5, "offset": 4}
     with pytest.raises(ValueError, match="were ordered"):
@@ -106,7 +105,7 @@ def test_time_without_data_is_waited_for_by_the_next_batch_but_not_by_the_first(
     running.request(5)
     wait_ready(running, 5)
     running.begin(5, 8)
-    running.missed(1000.0)  # what a start takes
+    running.missed(1000.0)  # the time that a start takes
     assert running.next() is not None and running.wait_seconds < 500
     running.missed(1000.0)
     running.missed(500.0)
@@ -119,7 +118,7 @@ def test_leftovers_of_a_killed_worker_are_removed_by_the_next_start(
 ) -> None:
     same = spec(tokenizer)
     newer = replace(same, settings=replace(same.settings, revision="2" * 40))
-    assert newer.blocks != same.blocks  # kept blocks are not of the new revision
+    assert newer.blocks != same.blocks  # the blocks of the old revision must not be used
     same.blocks.mkdir(parents=True)
     half, whole = same.blocks / ".7.tokens.123.456.tmp", same.blocks / f"8{SUFFIX}"
     for path in (half, whole):

@@ -1,4 +1,4 @@
-"""Parquet folders, files of tokens, tokenizers; bad input of each kind."""
+"""Test Parquet folders, files of tokens and tokenizers, with bad input of each kind."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from distributed_training.data.block_builder import BlockMaker
 from distributed_training.data.page_source import Counts, PageUnavailable
 from distributed_training.data.parquet import ParquetSource
 from distributed_training.data.pipeline import DataPipeline
-from distributed_training.data.shards import ShardError, open_shard, write_shard
 from distributed_training.data.sources import Source
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.miner.launcher import launch
+from examples.shards import ShardError, open_shard, write_shard
 from tests.tools.r2_keys import KEYS
 from tests.tools.settings import load_config
 from tests.tools.support_data import wait_ready
@@ -41,7 +41,7 @@ ROWS = [f"row {i} " + "x" * (i % 17) for i in range(500)]
 def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no folder"):
         Source(DataSettings(source=f"parquet:{tmp_path / 'nowhere'}"))
-    late = Source(DataSettings(source=f"parquet:{tmp_path}"))  # of a mount that is not there
+    late = Source(DataSettings(source=f"parquet:{tmp_path}"))  # as if its disk were not mounted yet
     with pytest.raises(PageUnavailable, match=r"holds no \.parquet files"):
         late.num_rows()
     pq.write_table(pa.table({"text": ROWS}), tmp_path / "0.parquet")
@@ -51,7 +51,7 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
 def test_a_folder_of_links_has_the_same_rows_as_the_files(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A linked folder is not empty, a link back is no more rows, a link to nothing is named."""
+    """Links to folders are followed, except to those above, and broken links are named."""
     plain, linked = tmp_path / "plain", tmp_path / "linked"
     for config in ("", "en", "en/old", "de"):
         (plain / config).mkdir(exist_ok=True)
@@ -66,7 +66,7 @@ def test_a_folder_of_links_has_the_same_rows_as_the_files(
     want = dict.fromkeys(("root", "en", "en/old", "de"), 500)
     for folder in (plain, linked, tmp_path / "all"):
         made = ParquetSource(folder, text_column="text", counts=Counts())
-        # The link back leads to the two configs next to it, and not to itself.
+        # The link back leads to the two configs next to it, but not to itself.
         assert {c: n for c, n in made.num_rows().items() if "again" not in c} == want
         assert len(made.num_rows()) <= 6
         assert made.rows("en/old", 7, split="train", limit=1) == ["en/old" + ROWS[7]]
@@ -91,7 +91,7 @@ def test_row_groups_that_do_not_add_up_to_the_rows_are_damage(
 
 
 def _with_a_row_too_many(name: str, read: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    """Return a reader of metadata that finds a flipped bit in the row count of one file."""
+    """Return a reader of metadata that finds one row too many in the row count of a file."""
 
     def read_metadata(path: Path) -> Any:
         meta = read(path)
@@ -159,7 +159,7 @@ def test_rows_beyond_the_models_vocabulary_are_left_out(
     (tmp_path / "data").mkdir()
     pq.write_table(pa.table({"text": ["plain text"] * 200}), tmp_path / "data" / "0.parquet")
     maker = BlockMaker(spec(tokenizer, tmp_path, f"parquet:{tmp_path / 'data'}", vocabulary=200))
-    prepared = maker.prepare(1)  # EOS is 256, so every row holds an id the model does not know
+    prepared = maker.prepare(1)  # EOS is 256, so every row has an id beyond the vocabulary
     assert prepared.sequences == 0
     assert prepared.counts["rows_beyond_vocabulary"] == 80
     assert prepared.counts["pages_empty"] == 4
@@ -212,7 +212,7 @@ def test_a_kind_that_nobody_registered_ends_the_start_before_it_begins() -> None
 def test_a_source_from_outside_of_the_package(
     tokenizer: tuple[Path, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker, a process of its own, imports the plug-in too."""
+    """The worker, which is a separate process, imports the plug-in too."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
     import_plugins(["tests.toys.source"])
     made = DataPipeline(

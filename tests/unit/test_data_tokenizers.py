@@ -1,4 +1,4 @@
-"""Tokenizers as people have them: damaged, unknown, with code of their own, at a revision."""
+"""Test tokenizers that are damaged, of an unknown class, or have their own code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def a_folder(folder: Path, **config: Any) -> Path:
 def test_damaged_files_are_refused_in_one_line_or_work(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], cases: int = 80
 ) -> None:
-    """Nothing but a line comes of them, nobody is asked anything, and no row ends a worker."""
+    """A damaged tokenizer never asks a question, prints a traceback or ends a worker."""
     draw, refused = random.Random(3), 0
     good = {path.name: path.read_bytes() for path in a_folder(tmp_path / "good").iterdir()}
     for i in range(cases):

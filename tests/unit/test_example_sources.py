@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from distributed_training.common.kinds import import_plugins
 from distributed_training.config import ConfigError
 from distributed_training.config.settings import parse_source
-from distributed_training.data.block_builder import BlockMaker
+from distributed_training.data.block_builder import BlockMaker, read_block
 from distributed_training.data.page_source import Counts, PageUnavailable
-from distributed_training.data.shards import open_shard, write_shard
 from distributed_training.data.sources import kind_of
 from distributed_training.data.tokenizer import TextTokenizer
 from examples.line_files import JsonLinesSource, TextSource
 from examples.mixture import interleave
+from examples.shards import write_shard
 from tests.tools.support_data import worker_spec as spec
 from tests.tools.support_data import write_jsonl
 
@@ -31,7 +31,7 @@ ROWS = [f"row {i} " + "x" * (i % 17) for i in range(500)]
 
 
 def tokens(maker: BlockMaker, block: int) -> np.ndarray:
-    return np.array(open_shard(maker.prepare(block).path)[1])
+    return np.array(read_block(maker.prepare(block).path)[0])
 
 
 @pytest.mark.parametrize("source", ["fineweb", "jsonl", "hub:dir", "", "hub,stdlib"])

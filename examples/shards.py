@@ -1,4 +1,4 @@
-"""Store packed tokens in files: shards of ``examples/pretokenize.py``, and prepared blocks.
+"""Store packed tokens in files, the shards of ``examples/pretokenize.py``.
 
 A file consists of ``magic`` (8 bytes), the length of the header (uint32, little endian), the
 header, and the tokens. The header is JSON, padded with spaces so that the data begins at a multiple
