@@ -1,4 +1,4 @@
-"""Report what the miner does: log lines, events, metrics."""
+"""Report what the miner does in log lines, events and metrics."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Record events for programs: one JSON object per line in ``events.jsonl``.
 
-``neuron_state`` and the tests read this file, even while it is being written
-(:class:`EventFollower`). People read the log.
+Programs such as the dashboard and the tests read this file, even while it is being written
+(:class:`EventFollower`). People read the log instead.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _REMEMBERED_LINES = 1000
 
 
 class EventLog:
-    """The file to which events are appended.
+    """A file to which events are appended.
 
-    Any thread may write; one process owns the file.
+    Any thread of the process that owns the file may write.
 
     Each line is one ``write`` to a file opened for appending, so readers see whole lines. If a kill
     has cut off a line, the next start ends it with a newline. When the file exceeds half of
@@ -52,8 +52,8 @@ class EventLog:
     def open(cls, folder: Path, *, logger: str = "") -> EventLog:
         """Open ``events.jsonl`` in the run folder.
 
-        From then on, warnings and errors that are logged, or those of one ``logger``, become events
-        too (``problem``: level, text).
+        From then on, each logged warning or error also becomes an event of the kind ``problem``
+        with its level and text. ``logger`` limits this to the records of one logger.
         """
         events = cls(folder / "events.jsonl")
         logging.getLogger(logger).addHandler(_Problems(events))
@@ -69,7 +69,7 @@ class EventLog:
             raise ValueError("an event's time is set when it is written")
         event = {"time": round(time.time(), 3), "kind": kind, **plain(fields)}
         text = mask(json.dumps(event, ensure_ascii=False, allow_nan=False, default=str) + "\n")
-        line = text.encode(errors="backslashreplace")  # half a surrogate pair, as JSON writes it
+        line = text.encode(errors="backslashreplace")  # it may have half a surrogate pair
         failed, was_failing = None, self._failing
         with self._lock:
             if self._closed:
@@ -89,7 +89,7 @@ class EventLog:
                     self._file = self._open()
             except OSError as error:
                 failed = error
-                self._shut()  # the next write opens it again and ends a partial line
+                self._shut()  # the next write reopens the file and ends a partial line
             self._failing = failed is not None
         if failed is not None and not was_failing:
             log.warning(
@@ -117,14 +117,15 @@ class EventLog:
     def _open(self) -> int:
         file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = os.fstat(file).st_size
-        # A partial line from a process that was killed would be joined with the next line.
+        # If a process was killed while it wrote a line, end that line; otherwise the next event
+        # would be appended to it.
         if size and os.pread(file, 1, size - 1) != b"\n":
             os.write(file, b"\n")
         return file
 
 
 class _Problems(logging.Handler):
-    """Record warnings and errors of this project's packages; repeated ones once a minute."""
+    """Record the warnings and errors of this project's packages, each at most once a minute."""
 
     def __init__(self, events: EventLog) -> None:
         super().__init__(logging.WARNING)
@@ -184,10 +185,10 @@ def plain(value: Any) -> Any:
 
 
 class EventFollower:
-    """Reads a growing file of JSON lines; a line that is still being written is read next time.
+    """Reads a growing file of JSON lines.
 
-    The file may be rotated: the old file is read to its end before the new one. A line longer than
-    1 MiB is not kept in memory.
+    A line that is still being written is returned by a later call. If the file is rotated, the old
+    file is read to its end before the new one. A line longer than 1 MiB is not kept in memory.
 
     Args:
         path: The file; it need not exist yet.
@@ -234,9 +235,9 @@ class EventFollower:
         try:
             now, ours = self.path.stat(), os.fstat(self._file.fileno())
         except FileNotFoundError:
-            return events  # between the rename and the new file
-        # The file was rotated, or truncated by logrotate's copytruncate or "> events.jsonl", so
-        # that nothing more could be read at our position.
+            return events  # the file was renamed, and the new one does not exist yet
+        # The file may have been rotated, or truncated by logrotate's copytruncate or by
+        # "> events.jsonl"; after a truncation there is nothing to read at our position.
         if now.st_ino != ours.st_ino or now.st_size < self._file.tell():
             # Read once more before closing: the writer may have written something between our read
             # and its rename.
@@ -267,7 +268,7 @@ class EventFollower:
             self._rest += part
             if not part.endswith(b"\n") and len(self._rest) < LONGEST_LINE:
                 return
-            # A line that a kill has cut off gives None; the next line is complete again.
+            # A line that was cut off by a kill is not valid JSON, so json_line returns None.
             event, self._rest = json_line(self._rest), b""
             if event is not None:
                 yield event

@@ -5,7 +5,7 @@ and keeps the result in ``facts.json`` (:mod:`.own_facts`); a reader folds the l
 ``events.jsonl`` (:mod:`.neuron_state`). A reader adds what only an observer can know
 (:func:`~.run_state.observe`), and :func:`~.verdict.judge` judges the facts.
 
-A fact is true at one moment, and the network continues to change, so a :class:`Fact` has its time.
+The network continues to change, so each :class:`Fact` records the time at which it was true.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from distributed_training.telemetry.events import finite
 
 FACTS_FILE = "facts.json"  # in the run folder
 
-#: Seconds after which silence is reported: of the registry or the store, and of both.
+#: Seconds after which the silence of the registry or the store, or of both, is reported.
 SILENT_AFTER, OFFLINE_AFTER = 120.0, 60.0
 #: The ``stopped_by`` of a miner whose settings were refused.
 SETTINGS = "its settings"
-#: Reason of a stop that needs no action, since torchrun restarts all ranks or says why not.
-TORCHRUN = "its ranks have ended; torchrun's log names the cause"
+#: Causes of a stop after which the operator need not act.
+TORCHRUN = "its ranks have ended; torchrun's log names the cause"  # torchrun restarts the ranks
 SCRIPT = "its script ended"  # the script that joined has ended
 FINISHED = "finished"  # the network has finished
 #: The outcome of a close, in the words of a ``round`` event. MISSED: nothing was sent.
@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 #: A miner's figures. A damaged file may contain larger values, or NaN, which no text can show.
 Count = Annotated[int, Field(gt=-(10**18), lt=10**18)]
 Number = Annotated[float, Field(gt=-1e18, lt=1e18)]
-#: What :func:`fold` may raise for a line that is damaged or from another version.
+#: Errors that :func:`fold` may raise for a line that is damaged or from another version.
 DAMAGED = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
 
 
@@ -159,9 +159,9 @@ class Facts:
     missed_at: Number | None = None  # when the last missed close was over
     missed_cause: str = ""
     joined: bool = False  # whether an upload was ever begun; before that, no close can be missed
-    noted: Count = -1  # outer step for which it is already noted why nothing was sent
-    heard: Count = -1  # outer step of the last close that the miner could answer
-    silent: str = ""  # what has not answered since the last outer step: store, registry, chain
+    noted: Count = -1  # the last outer step for which the cause of a missed close was recorded
+    heard: Count = -1  # outer step of the last close for which the miner had the weights
+    silent: str = ""  # the store, registry or chain, if it was silent since the last outer step
     # --- the network, as the miner sees it
     chain_at: Number | None = None  # when its registry or chain last answered
     chain_trouble: str = ""
@@ -190,9 +190,10 @@ class Facts:
         return due + math.ceil((now - due) / max(1.0, period)) * period
 
     def missed_until(self, now: float) -> int:
-        """Count the consecutive closes without an upload, even those the miner does not know of.
+        """Count the consecutive closes without an upload, up to ``now``.
 
-        It learns of no closes while the registry and the store are silent.
+        This includes closes that the miner has not heard of, because the registry and the store
+        were silent.
         """
         due, period = self.next_round, self.round_seconds
         if due is None or not period:
@@ -225,9 +226,9 @@ class Facts:
 
 
 def parse(kind: type[_T], found: Mapping[str, Any]) -> _T:
-    """Return a ``kind`` with the valid fields of ``found``; others keep their defaults.
+    """Return a ``kind`` with the valid fields of ``found``; all other fields have their defaults.
 
-    Invalid fields may come from another version or from a damaged disk.
+    A field may be invalid because another version wrote it, or because the disk is damaged.
     """
     adapter = adapter_of(kind)  # type: ignore[arg-type]  # a class is hashable
     while True:
@@ -243,9 +244,10 @@ def parse(kind: type[_T], found: Mapping[str, Any]) -> _T:
 
 
 def fold(facts: Facts, event: Mapping[str, Any], at: float) -> Facts:
-    """Return the facts after ``event``, which was written at ``at`` (seconds, always one clock).
+    """Return the facts after ``event``, which was written at ``at``.
 
-    An unknown kind changes nothing. A line from another program may raise one of :data:`DAMAGED`.
+    ``at`` is in seconds, and all calls must use the same clock. An event of an unknown kind changes
+    nothing. A line from another program may raise one of :data:`DAMAGED`.
     """
     mode, changed = _MODES.get(event["kind"], facts.mode), dict[str, Any]()
     outer_step = _whole(event.get("outer_step"), facts.outer_step)
@@ -315,7 +317,10 @@ def _kept(facts: Facts, upload: KnownUpload) -> tuple[KnownUpload, ...]:
 
 
 def _missed(facts: Facts, outer_step: int | None, cause: str, at: float) -> dict[str, Any]:
-    """Return the changes if nothing was sent; before the first upload no close counts as missed."""
+    """Return the changes after a close for which nothing was sent.
+
+    Before the miner's first upload, no close counts as missed.
+    """
     if outer_step == facts.noted:
         return {}
     missed = facts.missed + facts.joined
@@ -325,7 +330,7 @@ def _missed(facts: Facts, outer_step: int | None, cause: str, at: float) -> dict
 def _settled(
     facts: Facts, outer_step: int | None, fate: str, cause: str, at: float
 ) -> dict[str, Any]:
-    """Return the changes due to the manifest that was just applied: the fate of an upload."""
+    """Return the changes after a manifest was applied that decides the fate of an upload."""
     if outer_step is None or fate == TOO_EARLY:
         return {"silent": ""}
     if fate == MISSED:

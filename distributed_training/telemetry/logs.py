@@ -18,7 +18,7 @@ from pydantic import SecretStr
 
 from distributed_training.config.settings import TelemetrySettings
 
-# Levels keep these names, though libraries rename them (hivemind turns WARNING into WARN).
+# The usual names of the levels, since libraries rename them: hivemind turns WARNING into WARN.
 _LEVELS = {10: "DEBUG", 20: "INFO", 30: "WARNING", 40: "ERROR", 50: "CRITICAL"}
 _LIBRARIES = (
     "hivemind", "bittensor", "boto3", "botocore", "s3transfer", "urllib3", "httpx", "httpcore",
@@ -27,13 +27,14 @@ _LIBRARIES = (
 _SHORTEST_SECRET = 6  # a shorter secret would mask ordinary words
 MASK = "********"
 
-# Control characters in texts from others: ESC sequences would act on a reader's terminal.
+# Control characters, which a text from outside may contain. ESC sequences would otherwise act on
+# the reader's terminal.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 # The query of a presigned URL: with it, anybody could send the signed request.
 _SIGNED_QUERY = re.compile(r"\?(?=[^\s\"'<>?]*\b(?:X-Amz-)?Signature=)[^\s\"'<>]+", re.IGNORECASE)
 
-_secrets: tuple[str, ...] = ()  # the longest secret first, since one may begin with another
+_secrets: tuple[str, ...] = ()  # the longest first, since a secret may begin with a shorter one
 
 
 def register_secret(secret: SecretStr | str | None) -> None:
@@ -41,7 +42,7 @@ def register_secret(secret: SecretStr | str | None) -> None:
     global _secrets
     text = secret.get_secret_value() if isinstance(secret, SecretStr) else secret
     if text and len(text) >= _SHORTEST_SECRET:
-        in_json = json.dumps(text, ensure_ascii=False)[1:-1]  # escaped as in an event
+        in_json = json.dumps(text, ensure_ascii=False)[1:-1]  # the form that it has in an event
         # Make a new tuple, since another thread may be going through the old one.
         _secrets = tuple(sorted({*_secrets, text, in_json}, key=len, reverse=True))
 
@@ -51,17 +52,17 @@ def mask(text: str) -> str:
     for secret in _secrets:
         if secret in text:
             text = text.replace(secret, MASK)
-    if "ignature=" in text:  # check this first, since few log lines contain it
+    if "ignature=" in text:  # this quick check spares most lines the search
         text = _SIGNED_QUERY.sub(f"?{MASK}", text)
     return text
 
 
 class LineFormatter(logging.Formatter):
-    """``2026-01-31 23:59:59.123+00:00 | INFO | text``; ranks other than 0 add their number.
+    """Formats a record as ``2026-01-31 23:59:59.123+00:00 | INFO | text``.
 
-    The time is the machine's local time with its UTC offset. A record always becomes one line: pm2
-    and grep work by lines. A traceback is folded into ``(Type: text; at file:line in function <
-    caller)``, innermost first.
+    Ranks other than 0 add their number. The time is the machine's local time with its UTC offset. A
+    record always becomes one line, because pm2 and grep work by lines. A traceback is folded into
+    ``(Type: text; at file:line in function < caller)``, innermost first.
     """
 
     def __init__(self, *, rank: int) -> None:
@@ -93,10 +94,10 @@ def level_name(record: logging.LogRecord) -> str:
 
 
 def moved(path: str | Path, file: int) -> bool:
-    """Return whether ``path`` is no longer the open file: it was replaced or removed.
+    """Return whether ``path`` no longer names the open file, as it was replaced or removed.
 
-    logrotate moves away a file that is being written, and ``rm`` removes it. A process that
-    continued to write would fill the disk with a file that nobody can find. Raises OSError.
+    logrotate moves a file while it is being written, and ``rm`` removes it. A process that
+    continued to write to it would fill the disk with a file that nobody can find. Raises OSError.
     """
     try:
         return not os.path.samestat(os.stat(path), os.fstat(file))
@@ -110,24 +111,25 @@ def setup_logging(
     rank: int,
     secrets: Iterable[SecretStr | str | None] = (),
 ) -> None:
-    """Set up this process's log as operators expect it. This may be called again.
+    """Set up this process's log as operators expect it. It is safe to call this again.
 
-    Ranks other than 0 print only warnings and errors, and so do libraries. ``secrets`` (every
-    SecretStr of the configuration) are masked from now on. An uncaught exception in any thread
-    becomes one line too.
+    Ranks other than 0 print only warnings and errors, and so do libraries. From now on ``secrets``,
+    which are all SecretStr values of the configuration, are masked. An uncaught exception in any
+    thread becomes a single line as well.
     """
     for secret in secrets:
         register_secret(secret)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Otherwise the whole line would be lost to a badly encoded file name, or to a "✓" under an
-        # old locale.
+        # Otherwise a badly encoded file name, or a "✓" under an old locale, would make the whole
+        # line fail.
         sys.stdout.reconfigure(errors="backslashreplace")
     output = logging.StreamHandler(sys.stdout)
     output.setFormatter(LineFormatter(rank=rank))
     if rank:
         output.setLevel(logging.WARNING)
     root = logging.getLogger()
-    # Remove handlers that libraries added: each line would be printed twice, once unmasked.
+    # Remove handlers that libraries added. With them, each line would be printed twice, and one of
+    # the two would show the secrets.
     for handler in list(root.handlers):
         root.removeHandler(handler)
         handler.close()
@@ -135,7 +137,7 @@ def setup_logging(
     root.setLevel(logging.DEBUG if settings.debug else logging.INFO)
     logging.captureWarnings(True)
     logging.raiseExceptions = False  # a full disk or a closed pipe must not end training
-    # hivemind reads these when it is imported; they reach the processes that it forks.
+    # hivemind reads these variables when it is imported, and the processes that it forks get them.
     os.environ.setdefault("HIVEMIND_COLORS", "0")
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "DEBUG" if settings.debug else "WARNING")
     for library in _LIBRARIES:
@@ -143,7 +145,7 @@ def setup_logging(
         for handler in list(logger.handlers):
             logger.removeHandler(handler)
         logger.propagate = True
-        # A library's logging.config may have disabled it, including its errors.
+        # The logging.config of some library may have disabled this logger, even for errors.
         logger.disabled = False
         logger.setLevel(logging.DEBUG if settings.debug else logging.WARNING)
     warnings = logging.getLogger("py.warnings")
@@ -154,7 +156,7 @@ def setup_logging(
         if error is not None and not isinstance(error, (KeyboardInterrupt, SystemExit)):
             log.critical("Uncaught error%s", where, exc_info=error)
 
-    # Python's own hook would write many lines to stderr, with any secrets unmasked.
+    # Python's own hook would write many lines to stderr, and would not mask any secrets.
     sys.excepthook = lambda kind, error, trace: uncaught(error)
     threading.excepthook = lambda failed: uncaught(
         failed.exc_value, f" in thread {failed.thread.name if failed.thread else '?'}"

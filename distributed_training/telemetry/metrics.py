@@ -1,10 +1,10 @@
 """Counters and gauges of this process, for monitoring, and the catalogue of their names.
 
-A *counter* only grows; rates are computed from it. A *gauge* is the latest measurement; if it could
-not be measured it is absent rather than 0, so a graph shows a gap and an alert on ``absent()``
-works. Graphs, alerts and the page rely on the catalogue's names, each with the prefix ``dt_``.
-Times are Unix timestamps, so that an age continues to grow when the miner hangs. The text format is
-the Prometheus client's. A plug-in adds a metric with :func:`register_metric`.
+A *counter* only grows, and rates are computed from it. A *gauge* is the latest measurement. A gauge
+that could not be measured is absent rather than 0, so that a graph shows a gap and an alert on
+``absent()`` works. Graphs, alerts and the page rely on the names in the catalogue, each of which
+gets the prefix ``dt_``. Times are Unix timestamps, so that an age continues to grow when the miner
+hangs. A plug-in adds a metric with :func:`register_metric`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from distributed_training.protocol.types import StepReport
 
 
 class MetricSpec(NamedTuple):
-    """A metric: what it is, and how it is read. See :func:`register_metric`."""
+    """Describes a metric and how to read it; see :func:`register_metric`."""
 
     about: str
     step: Callable[[StepReport], float | None] | None = None
@@ -59,16 +59,16 @@ def register_metric(
         measure: Measures a gauge each time the metrics file is written. Without ``step`` and
             ``measure``, the code that knows the value sets it.
 
-    A result of None means "could not be measured", and the metric is absent. If the function raises
-    or returns no number, the metric is absent too, with a warning. Raises ValueError if the name is
-    taken or invalid.
+    If the function returns None, the value could not be measured and the metric is absent. If it
+    raises an error or returns something other than a number, the metric is absent too, and a
+    warning is logged. Raises ValueError if the name is taken or invalid.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or (measure and name.endswith("_total")):
         raise ValueError(f"{name!r} is not a valid name for such a metric")
     METRICS.register(name, MetricSpec(about, step, measure))
 
 
-# torchtitan's figures under this project's prefix, each with the field of the report.
+# Metrics of an inner step: each with the field of the report that it shows.
 for _name, _field, _about in (
     ("train_outer_step", "outer_step", "outer steps taken"),
     ("train_inner_step", "inner_step", "inner steps since the outer step"),
@@ -144,7 +144,7 @@ for _name, _about in {
 }.items():
     register_metric(_name, _about)
 
-#: Counts of the chain package since the process started; each is absent until its first event.
+#: The chain package's counts since the process started. A count is absent until its first event.
 CHAIN_COUNTS: Mapping[str, str] = {
     "chain_reads_total": "reads of the members; if it stands still, the chain does not answer",
     "chain_failures_total": "failed reads; grep 'The chain at' in the log for the cause",
@@ -167,35 +167,34 @@ class MetricsRegistry(Collector):
     """
 
     def __init__(self) -> None:
-        # Metric -> its label ("" if it has none), and its values by the label's value.
+        # The key is a metric's name; the value is its label ("" if it has none) and its values,
+        # keyed by the label's value.
         self._figures: dict[str, tuple[str, dict[str, float]]] = {}
         self._lock = threading.Lock()
 
     def add(self, name: str, amount: float = 1.0) -> None:
-        """Increase a counter. Raises ValueError also for a negative or non-finite amount."""
+        """Increase a counter; ``amount`` is finite and not negative."""
         _check(name, total=True)
-        if not (math.isfinite(amount) and amount >= 0):
-            raise ValueError(f"counter {name} cannot grow by {amount}")
         with self._lock:
             _, figures = self._figures.setdefault(name, ("", {}))
             figures[""] = figures.get("", 0.0) + amount
 
     def set(self, name: str, value: float | None) -> None:
-        """Set the latest measurement; None, NaN and Inf mean "could not be measured": absent."""
+        """Set the latest measurement. With None, NaN or Inf, the metric becomes absent."""
         self.labelled(name, "", {} if value is None else {"": value})
 
     def labelled(self, name: str, label: str, values: Mapping[str, float]) -> None:
-        """Set the latest measurements of a metric, one for each value of ``label`` (``rank``)."""
+        """Set the latest measurements of a metric, by the value of ``label``, such as ``rank``."""
         _check(name, total=False)
         with self._lock:
             known = {kind: value for kind, value in values.items() if math.isfinite(value)}
             self._figures[name] = (label, known)
 
     def totals(self, prefix: str, counts: Mapping[str, float]) -> None:
-        """Set counts that another package keeps.
+        """Set the counts that another package keeps.
 
-        ``refused.rate`` becomes ``<prefix>_refused_total{kind="rate"}``, a name without a dot
-        ``<prefix>_<name>_total``.
+        The count ``refused.rate`` becomes ``<prefix>_refused_total{kind="rate"}``, and a count
+        ``name`` without a dot becomes ``<prefix>_<name>_total``.
         """
         with self._lock:
             for name, value in counts.items():
@@ -231,10 +230,10 @@ def _check(name: str, *, total: bool) -> None:
 
 
 class MetricsFile:
-    """A file that always contains the complete, latest text of the registry.
+    """A file with the metrics, which Prometheus' textfile collector can read at any time.
 
-    Prometheus' textfile collector reads it. It is written at most once in ``every`` seconds; if the
-    disk fails, the file is not written but training continues.
+    It is replaced at most once in ``every`` seconds. If the disk fails, the file is not written,
+    but training continues.
     """
 
     def __init__(
@@ -264,9 +263,9 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> dict[str, float]:
-    """Return a metrics file's values by ``dt_name``, or ``dt_name.KIND`` if there is a label.
+    """Return the values in a metrics file by ``dt_name``, or ``dt_name.KIND`` if it has a label.
 
-    Values that are not finite are left out; the result is empty if there is no such file.
+    Values that are not finite are left out. The result is empty if there is no such file.
     """
     # Imported here, since programs that write metrics do not need it.
     from prometheus_client.parser import text_string_to_metric_families
@@ -284,7 +283,7 @@ def read_metrics(path: Path) -> dict[str, float]:
 
 
 def record_step(registry: MetricsRegistry, report: StepReport) -> None:
-    """Record an inner step's figures; figures that the report lacks become absent."""
+    """Record the figures of an inner step. A metric becomes absent if the report lacks it."""
     for name in METRICS:
         if (step := METRICS[name].step) is None:
             continue
@@ -296,7 +295,7 @@ def record_step(registry: MetricsRegistry, report: StepReport) -> None:
 
 
 def _read(name: str, read: Callable[[], float | None]) -> float | None:
-    """Return a metric's value; None, which makes it absent, if it cannot be read."""
+    """Return a metric's value, or None if it cannot be read."""
     try:
         value = read()
         if value is None:

@@ -1,9 +1,9 @@
-"""The history of one neuron, read from the events in its run folder: steps, rounds and uploads.
+"""Read the history of one neuron from the events in its run folder: steps, rounds and uploads.
 
 The local subnet with its summary, ``dt-status`` and the page all use a :class:`NeuronState`, so
-they agree about a neuron. It follows ``events.jsonl`` while the file grows, and reads it again
-after a restart, so the page starts with the history. :func:`~.facts.fold` defines what an event
-means for the current state.
+they agree about a neuron. It first reads what ``events.jsonl`` already contains, so the page shows
+the history after a restart, and then follows the file while it grows. :func:`~.facts.fold` defines
+how an event changes the current state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ROWS = 50  # rows of a table on the page
 _POINTS = 1500  # points of a line on the page
 _DAY, _HOUR = 86400.0, 3600.0
 _FEW_DAYS = 4  # a history shorter than this is counted by the hour
-_SHORTEST = 60.0  # least seconds of steps from which to estimate a day's tokens
+_SHORTEST = 60.0  # seconds of training that are needed to estimate the tokens of a day
 
 #: One inner step; values that were not measured are None. The fields are the page's columns.
 Step = namedtuple(
@@ -41,7 +41,7 @@ COLUMNS = Step._fields
 _MEANS = frozenset(
     {"loss", "seconds", "data_wait_seconds", "between_seconds", "tokens_per_second", "mfu"}
 )
-#: Kinds of events that are kept as they were written.
+#: The kinds of events that are kept unchanged.
 _TABLES = (
     *("round", "publication", "problem", "held_out", "start", "stop", "verdict"),
     *("finished", "export", "network"),
@@ -54,15 +54,16 @@ class JudgedUploads:
     """A validator's findings about one miner's uploads."""
 
     scored: int = 0
-    passes: int = 0  # scored or reset; a reset counts as a score of zero
+    passes: int = 0  # uploads that were scored or reset; a reset counts as a score of zero
     last_cause: str = ""  # name of the scoring Cause of the last reset
     last_reset: str = ""  # why, in words
 
 
 class NeuronState:
-    """The history of a neuron, read from its run ``folder``, which also gives the default ``name``.
+    """The history of a neuron, read from its run ``folder``.
 
-    Only :meth:`apply` changes it. ``known``: the facts that follow from the events.
+    ``name`` is the folder's name by default. Only :meth:`apply` changes the history. ``known`` are
+    the facts that follow from the events.
     """
 
     def __init__(self, folder: Path, *, uid: int | None = None, name: str = "") -> None:
@@ -77,13 +78,13 @@ class NeuronState:
         # A validator's scores, by uid.
         self.scores: dict[int, dict[str, float]] = {}
         self.judged: dict[int, JudgedUploads] = {}
-        self._taken = 0  # number of events so far; the page skips those that it already has
+        self._taken = 0  # number of events so far
         self._step_ended: float | None = None  # end of the previous step of the same process
         self._follower = EventFollower(folder / "events.jsonl")
 
     @property
     def phase(self) -> str:
-        """The miner's last mode, or the validator's current work."""
+        """The miner's mode, or the current work of a validator."""
         return self.known.mode.replace("_", " ")
 
     @property
@@ -101,7 +102,7 @@ class NeuronState:
 
     @property
     def losses(self) -> list[Step]:
-        """The steps that have a loss and were not skipped."""
+        """The inner steps that have a loss, which skipped steps do not have."""
         return [step for step in self.steps if step.loss is not None]
 
     @property
@@ -129,13 +130,14 @@ class NeuronState:
     def apply(self, event: Mapping[str, Any]) -> dict[str, Any]:
         """Apply one event.
 
-        Returns the event with the neuron's name, the event's number, the state after it, and
-        derived fields: ``between_seconds`` of a step (outer steps and loads since the previous
-        step). Unknown kinds and fields, and fields of the wrong type, change nothing.
+        Returns the event with the neuron's name, the event's number, the state after it, and for a
+        step ``between_seconds``: the seconds between the previous step and this one, in which outer
+        steps are taken and weights are loaded. Unknown kinds and fields, and fields of the wrong
+        type, change nothing.
         """
         self._taken += 1
         follows = dict[str, Any]()
-        # A line that is damaged or from another version must not end the page or the local network.
+        # A line that is damaged or from another version must not end the program that reads it.
         with contextlib.suppress(*DAMAGED):
             if event["kind"] in self.tables:
                 self.tables[event["kind"]].append(dict(event))
@@ -145,11 +147,11 @@ class NeuronState:
         return {**event, **follows, **named}
 
     def _note(self, event: Mapping[str, Any]) -> dict[str, Any]:
-        """Add an event that was folded to the history; return its derived fields."""
+        """Add an event to the history, and return the fields that are derived for it."""
         at, follows = finite(event.get("time")), dict[str, Any]()
         match event:
             case {"kind": "start" | "starting" | "refused" | "stop" as kind}:
-                # The time between two processes does not count as a pause between two steps.
+                # The time during which no process ran is not a pause between two steps.
                 self._step_ended, self.starts = None, self.starts + (kind == "start")
             case {"kind": "step"}:
                 ended, self._step_ended = self._step_ended, at
@@ -198,13 +200,13 @@ class NeuronState:
 
     @property
     def title(self) -> str:
-        """The name in the settings of the neuron's last start."""
+        """The name that the settings of the last start give to the neuron."""
         return read_settings(self.folder).get("neuron.name") or self.name
 
     def tokens_a_day(self, now: float) -> float | None:
-        """Return the tokens of the last day; for a shorter run, extrapolate from its pace.
+        """Return the tokens of the last day, or extrapolate them if the run is shorter.
 
-        Pauses are included: rounds, restarts, a miner that hangs.
+        Time without training counts too, such as rounds, restarts and times when the miner hung.
         """
         tokens, first = 0.0, now
         for step in reversed(self.steps):
@@ -217,13 +219,13 @@ class NeuronState:
         return tokens * _DAY / (now - first) if tokens and now - first >= _SHORTEST else None
 
     def counts(self) -> dict[str, Any]:
-        """Count successful and failed uploads, and rounds taken and missed, by day or hour.
+        """Count the successful and failed uploads, and the rounds with and without this miner.
 
-        Each of the ``rows`` begins with the Unix time at which its day or hour begins; ``seconds``
-        is the length of that period.
+        Each row is about one hour, or about one day if the history is longer. It begins with the
+        Unix time at which that period begins. ``seconds`` is the length of the period.
         """
         found = [
-            (event, column + (not took_part(event)))  # the event of an upload has no fate
+            (event, column + (not took_part(event)))  # an upload's event has no fate
             for kind, column in (("publication", 1), ("round", 3))
             for event in self.tables[kind]
             if finite(event.get("time")) is not None and event.get("fate") != TOO_EARLY
@@ -239,7 +241,10 @@ class NeuronState:
 
 
 def thinned(rows: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
-    """Return at most ``_POINTS`` rows: each bucket's mean if meaningful, else its last value."""
+    """Return at most ``_POINTS`` rows, each of which stands for several consecutive ``rows``.
+
+    A column has the mean of these rows if a mean makes sense for it, and otherwise the last value.
+    """
     size = max(1, math.ceil(len(rows) / _POINTS))
     thin = []
     for start in range(0, len(rows), size):
@@ -254,5 +259,5 @@ def thinned(rows: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
 
 
 def took_part(event: Mapping[str, Any]) -> bool:
-    """Return whether a round's update contains this miner's contribution."""
+    """Return whether the update of a round contains this miner's contribution."""
     return bool(event.get("ok")) and event.get("fate") in (None, "", MERGED)

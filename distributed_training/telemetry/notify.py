@@ -1,13 +1,14 @@
-"""Notify the operator with messages to a webhook.
+"""Send messages about a miner's troubles to the operator's webhook.
 
-The launcher has a :class:`Notifier` if there is a webhook, since it runs even while nothing trains.
-A separate thread checks the run folder every 15 s (:func:`~.run_state.observe`), gets the verdict
-from :func:`~.verdict.judge`, and sends messages. Only an unexpected end of the miner waits a few
-seconds for this thread.
+If there is a webhook, the launcher has a :class:`Notifier`, because the launcher runs even while
+nothing trains. A separate thread checks the run folder every 15 s (:func:`~.run_state.observe`),
+gets the verdict from :func:`~.verdict.judge`, and sends the messages. Nothing waits for this
+thread, except that an unexpected end of the miner waits a few seconds for its message.
 
-A *trouble* is reported once when it has lasted long enough, and once when it is over. A message
-that could not be sent is sent later, or combined into one if the trouble is over by then.
-``notify.json`` in the run folder lists the reported troubles, so that a start repeats nothing.
+A *trouble* is reported once when it has lasted long enough, and once more when it is over. If a
+message cannot be sent, it is sent later. If the trouble is over by then, there is only one message
+about it. ``notify.json`` in the run folder lists the reported troubles, so that a restart does not
+report them again.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ log = logging.getLogger(__name__)
 NOTIFY_FILE = "notify.json"  # in the run folder
 
 _LOOK_EVERY = 15.0  # seconds
-_LAST_WORDS = 6.0  # seconds that the end of a miner waits for its message
+_LAST_WORDS = 6.0  # seconds that an unexpected end of the miner waits for its message
 _MOST_A_DAY, _DAY = 10, 86400.0  # messages; seconds
-# Free fractions of the disk: a trouble begins below the first and is over above the second.
+# Fractions of the disk that are free: a trouble begins below the first and ends above the second.
 _LOW, _ENOUGH = 0.1, 0.12
-# If a service accepts a message but does not confirm it, it gets it again after such a wait.
+# The wait before a message is sent again, which doubles. A service may get a message twice if it
+# accepts the first one but does not confirm it.
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=30), timedelta(minutes=30)
 
-#: Trouble -> its title, and how many seconds it must last before it is reported. The rows of
+#: The title of each trouble, and how many seconds it must last before it is reported. The rows of
 #: :data:`~.verdict.TABLE` name the troubles.
 TROUBLES = {
     "start": ("Cannot start", 60.0),
@@ -61,7 +63,7 @@ TROUBLES = {
 
 @dataclass
 class Trouble:
-    """A fault of the miner. ``told``: whether it was reported. ``ended``: None while it lasts."""
+    """A trouble of the miner. ``told``: whether it was reported. ``ended``: None while it lasts."""
 
     since: float
     text: str
@@ -71,10 +73,10 @@ class Trouble:
 
 @dataclass
 class Book:
-    """The content of ``notify.json``: the reported troubles. Times are Unix seconds.
+    """The content of ``notify.json``; times are Unix seconds.
 
-    ``sent``: the number of messages sent on ``day``, a UTC day number. ``crash``: the time of the
-    last crash that is over.
+    ``sent`` messages were sent on ``day``, which is the number of a UTC day. ``crash`` is the time
+    of the last crash after which the miner trained again.
     """
 
     troubles: dict[str, Trouble] = field(default_factory=dict)
@@ -84,22 +86,22 @@ class Book:
 
 
 def deliver(url: SecretStr, title: str, text: str, *, bad: bool = False) -> None:
-    """Send a message with all secrets masked. Raises NotSent.
+    """Send a message in which all secrets are masked. Raises NotSent.
 
-    ``title``: names the miner; ``bad``: whether an operator should look.
+    ``title`` names the miner. ``bad`` marks a message that the operator should look at.
     """
     parts = urlsplit(url.get_secret_value())
-    # Mask the parts of the URL too, since a library may log it in another form. If the part before
-    # the path is not a host name, it is a token.
+    # Mask the parts of the URL too, since a library may log the URL in another form. If the part
+    # before the path is not the name of a host, it is a token.
     for part in (url, parts.path, parts.query, "" if "." in parts.netloc else parts.netloc):
         register_secret(part)
     send(url, title, mask(text), bad=bad)
 
 
 class Notifier:
-    """Reports troubles of the miner ``name`` in ``folder``.
+    """Reports the troubles of the miner ``name`` in ``folder`` to the webhook ``url``.
 
-    ``url``: the webhook. ``file``: the launcher's state, which is known even without the folder.
+    ``file`` has the launcher's state, which is known even if the folder does not exist.
     """
 
     def __init__(self, folder: Path, name: str, url: SecretStr, file: LauncherFile) -> None:
@@ -113,7 +115,7 @@ class Notifier:
         # Time of the last failed attempt, and the pause after it.
         self._failed_at, self._pause = 0.0, 0.0
         self._present: set[str] = set()  # troubles that the last check found
-        self._crash_at = Crash(), 0.0  # the last crash, and its time by the clock as set now
+        self._crash_at = Crash(), 0.0  # the last crash, and its time if the clock was set back
         self._failures = Repeats(3600.0)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="notify", daemon=True)
@@ -123,7 +125,7 @@ class Notifier:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the thread. Wait for the last message, unless a signal stopped the launcher."""
+        """End the thread, and wait for the last message unless a signal stopped the launcher."""
         self._over.set()
         if self._ended_by_itself():
             self._thread.join(_LAST_WORDS)
@@ -148,7 +150,7 @@ class Notifier:
         return state.state == LauncherState.STOPPED and not state.stopped_by.startswith("signal")
 
     def look(self, now: float) -> None:
-        """Check the run folder and send the messages that are due. ``now``: Unix seconds."""
+        """Check the run folder, and send the messages that are due at ``now`` (Unix seconds)."""
         # Another launcher in the same folder has its own notifier.
         ours = self._folder.is_dir() and not self._file.taken()
         if ours and not self._loaded:
@@ -169,7 +171,10 @@ class Notifier:
     def _find(
         self, facts: Facts, judgement: Judgement, now: float
     ) -> Iterator[tuple[str, str | None]]:
-        """Yield each trouble with its text: empty if it is absent, None if that is not known."""
+        """Yield each trouble with its text.
+
+        The text is empty if the trouble is absent, and None if that is not known.
+        """
         ended, state = self._ended_by_itself(), self._file.state
         finished = ended and state.stopped_by == FINISHED
         yield "finished", state.text or "the network has ended" if finished else ""
@@ -180,8 +185,9 @@ class Notifier:
             if judgement.alert == name:
                 head = f"{judgement.verdict}: " if name == "counts" else ""
                 text = f"{head}{judgement.words}"
-            # A reported trouble ends only after its rows were checked again. A trouble that was not
-            # reported yet survives another trouble, but not a restart.
+            # A reported trouble ends only after its rows of the table were checked again. A trouble
+            # that was not reported yet may outlast another trouble, but it does not outlast a
+            # restart.
             runs = state.state == LauncherState.RUNNING
             unsure = known is not None and (known.told or runs) and hides(judgement, name)
             yield name, None if unsure and not text else text
@@ -193,11 +199,12 @@ class Notifier:
             yield "disk", low if full else ""
 
     def _crash(self, facts: Facts, now: float) -> str:
-        """Return why inner steps have stopped; empty while there are inner steps."""
+        """Return the cause of the last crash; empty if the miner has trained since then."""
         crash, troubles = self._file.state.last_crash, self._book.troubles
         if crash.at in (0.0, self._book.crash):
             return ""
-        # If the clock was set back, the crash is in the future, and every step comes before it.
+        # If the clock was set back, the time of the crash is in the future, so that no step would
+        # seem to come after it. Use the earliest time at which this process has seen the crash.
         seen, at = self._crash_at
         at = min(at if seen == crash else crash.at, now)
         self._crash_at = crash, at
@@ -206,7 +213,7 @@ class Notifier:
         if facts.step is None or not at < facts.step.at <= now:
             return text
         self._book.crash = crash.at
-        known.ended = facts.step.at  # it trains again, perhaps since some seconds ago
+        known.ended = facts.step.at  # the miner trains again
         return ""
 
     def _note(self, found: dict[str, str | None], now: float) -> None:
@@ -223,7 +230,7 @@ class Notifier:
                 known.text, known.ended = text, None
             elif text == "":
                 known.ended = max(known.ended or now, known.since)
-                # A crash after which the miner recovered on its own is still reported, once.
+                # If the miner recovers from a crash, the crash is still reported, in one message.
                 lasted = name == "stop" or known.ended - known.since >= TROUBLES[name][1]
                 if name == "finished" or not (known.told or lasted):
                     del troubles[name]
@@ -282,13 +289,14 @@ class Notifier:
         kept = read_state(self._folder / NOTIFY_FILE, Book, lost=lost)
         self._loaded, early = True, self._book.troubles
         if kept is None:
-            # A crash that came before the first start with a webhook is not reported.
+            # Do not report a crash that happened before the operator set a webhook.
             self._book.crash = self._file.state.last_crash.at
             return
         self._book = kept
         known = {name: each for name, each in kept.troubles.items() if name in TROUBLES}
         for name, trouble in known.items():
-            # Count a trouble only while the miner runs; a stop lasts until the next inner step.
+            # A trouble counts only while the miner runs, so begin again. A stop is different: it
+            # lasts until the next inner step.
             if name != "stop" and not trouble.told and trouble.ended is None:
                 trouble.since = now
         self._book.troubles = early | known

@@ -1,9 +1,9 @@
 """Keep the facts of a running miner, and report the verdict on it.
 
-Rank 0 has an :class:`OwnFacts`. All events pass through it into ``events.jsonl``, and it folds each
-event into its facts. At each check it adds what it measures and writes ``facts.json``, from which
-others reach the same verdict. When the verdict changes, and once an hour, it logs a line that
-begins with ``Verdict:``; it also writes events.
+Rank 0 has an :class:`OwnFacts`. All events pass through it into ``events.jsonl``, and each event
+updates its facts. At each check it adds what it measures and writes all facts to ``facts.json``,
+from which other programs reach the same verdict. When the verdict changes, and otherwise once an
+hour, it logs a line that begins with ``Verdict:``. It also records the verdict in events.
 """
 
 from __future__ import annotations
@@ -29,19 +29,23 @@ from distributed_training.telemetry.verdict import Judgement, Verdict, judge
 
 log = logging.getLogger(__name__)
 
-# Seconds between two checks, and, while the verdict stays the same, between two events and between
-# two log lines.
-_LOOK_EVERY, _RECORD_EVERY, _LOG_EVERY = 15.0, 300.0, 3600.0
+_LOOK_EVERY = 15.0  # seconds between two checks
+# Seconds between two events, and between two log lines, while the verdict stays the same.
+_RECORD_EVERY, _LOG_EVERY = 300.0, 3600.0
 _LOOKS = 20  # minimum number of checks in a round period
 
 
 class OwnFacts:
     """The facts of one miner, and the verdict on it.
 
-    ``rules``: facts from the settings and the network's file. ``measured``: returns what the miner
-    sees of its network, by the name of the fact; it is called at each check. ``write``: writes an
-    event. ``needed``: bytes of disk for an upload, a checkpoint and the reserve. ``folder``: the
-    run folder, in which an earlier process left the outcome of its uploads.
+    Args:
+        rules: Facts from the settings and from the network's file.
+        measured: Returns what the miner sees of its network, keyed by the name of the fact. It is
+            called at each check.
+        write: Writes an event.
+        folder: The run folder, where an earlier process may have left the outcome of its uploads.
+        needed: Bytes of disk that an upload, a checkpoint and the reserve take.
+        clocks: The steady clock and the Unix time.
     """
 
     def __init__(
@@ -56,7 +60,7 @@ class OwnFacts:
     ) -> None:
         self._measured, self._write = measured, write
         self._folder, self._needed, self._clocks = folder, needed, clocks
-        # All times in this class are from the steady clock, since the other clock may be set.
+        # All times in this class are from the steady clock, because the Unix time may be set.
         now, known = clocks.steady(), Facts.read(folder).moved(-self._ahead())
         self._facts = replace(
             rules,
@@ -75,7 +79,7 @@ class OwnFacts:
         self._judgement = Judgement(Verdict.UNKNOWN, "")
 
     def _ahead(self) -> float:
-        """Return the Unix time minus the steady clock's time."""
+        """Return how many seconds the Unix time is ahead of the steady clock."""
         return self._clocks.unix() - self._clocks.steady()
 
     def record(self, kind: str, **fields: Any) -> None:
@@ -102,7 +106,7 @@ class OwnFacts:
         silent, other = known.silent, known.other_version
         if measured.get("store_silent_since") is not None:
             silent = silent or "store"
-        elif other is not None:  # the store answers, so any change would have been noticed
+        elif other is not None:  # the store answers, so we would have noticed any change
             other = Fact(other.value, now)
         if at is None or now + ahead - at > OFFLINE_AFTER:
             silent = silent or ("chain" if known.pays else "registry")

@@ -4,8 +4,8 @@
     stage.json      from rank 0: the stage of its start
     facts.json      from rank 0 every 15 s: facts about itself and its network (facts.py)
 
-The dashboard, ``dt-status``, the webhook and the doctor call :func:`observe`, which adds its
-own observations: whether the processes are alive, and the free disk space. So all of them agree.
+The dashboard, ``dt-status``, the webhook and the doctor all call :func:`observe`, so they agree. It
+adds what it observes itself, which is whether the processes run and how much disk space is free.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ log = logging.getLogger(__name__)
 LAUNCHER_FILE, STAGE_FILE, LOCK_FILE = "launcher.json", "stage.json", "launcher.lock"
 _SIGNS = (LAUNCHER_FILE, FACTS_FILE, "instance.json", "events.jsonl", "config.txt")
 STAGES = 5  # stages of a start
-# What stopped a launcher:
-FAILURES = "failures"  # the launcher gave up on its ranks, and pm2 starts another launcher
-# Bytes in a state file; its blocks stay reserved, so it can be rewritten on a full disk.
+#: The ``stopped_by`` of a launcher that gave up on its ranks; pm2 then starts another launcher.
+FAILURES = "failures"
+# Each state file is filled up to this many bytes, so that it can be overwritten on a full disk.
 _BYTES = 4096
 _LONGEST = 600  # the most characters of a text in such a file
-_SILENT_SECONDS = 6.0  # without a sign of life, after which a process that is not visible is gone
+# Seconds without a sign of life, after which a process that is not visible counts as gone.
+_SILENT_SECONDS = 6.0
 _CLOCK_STEP = 60.0  # seconds by which the clock may have been set since a process began
 
 _unwritten = Repeats(600.0)
@@ -73,28 +74,27 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def read_launcher(folder: Path) -> Launch | None:
-    """Return the launcher's last state, with rank 0's stage; None if neither has written any."""
+    """Return the launcher's last state, with the stage of rank 0's start.
+
+    Return None if neither the launcher nor rank 0 has written anything.
+    """
     found, stage = (read_json_object(folder / name) for name in (LAUNCHER_FILE, STAGE_FILE))
     if found is None and stage is None:
         return None
-    # Under torchrun there is no launcher.
-    launcher = parse(Launch, found or {"state": LauncherState.STARTING})
+    found = found or {"state": LauncherState.STARTING.value}  # torchrun has no launcher of ours
     # The launcher rewrites the stage file before its ranks begin, so it belongs to this start.
-    if stage is None or launcher.state != LauncherState.STARTING:
-        return launcher
-    there = parse(Launch, {"stage_at": stage.get("at"), **stage})
-    if not there.stage:
-        return replace(launcher, state=LauncherState.RUNNING.value, at=there.stage_at)
-    return replace(
-        launcher, stage=there.stage, stage_at=there.stage_at, eta_seconds=there.eta_seconds
-    )
+    if stage is not None and found.get("state") == LauncherState.STARTING:
+        if not stage.get("stage"):
+            found |= {"state": LauncherState.RUNNING.value, "at": stage.get("stage_at")}
+        found |= stage
+    return parse(Launch, found)
 
 
 class LauncherFile:
-    """Writes ``launcher.json`` for the launcher, and records the outcome of a start as events.
+    """Writes ``launcher.json`` for the launcher, and records an event when a start is refused.
 
-    Nothing is written if ``folder`` does not exist (its disk is not mounted), or while another
-    launcher holds the lock of the folder; ``owned``: whether we hold it.
+    Nothing is written if ``folder`` does not exist, as when its disk is not mounted, or while
+    another launcher holds the lock of the folder. ``owned`` is True if this launcher holds it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -108,12 +108,12 @@ class LauncherFile:
             self.crashed(before.text or f"the launcher (pid {before.pid}) was killed")
 
     def crashed(self, text: str) -> None:
-        """Record a crash, after which the ranks are restarted."""
+        """Record a crash after which the ranks are restarted."""
         crash = Crash(time.time(), _clip(text))
         self.state = replace(self.state, restarts=self.state.restarts + 1, last_crash=crash)
 
     def enter(self, state: LauncherState, **more: Any) -> None:
-        """Write that ``state`` begins now. ``more``: other fields of :class:`Launch`."""
+        """Write that ``state`` begins now; ``more`` are other fields of :class:`Launch`."""
         kept = self.state
         self.state = Launch(
             state=state.value,
@@ -126,8 +126,7 @@ class LauncherFile:
         if not self._folder.is_dir() or self.taken():
             return
         if state is LauncherState.STARTING:
-            # Do not remove the stage file, or on a full disk rank 0 could not report that its start
-            # is complete.
+            # Do not remove the stage file. If the disk is full, rank 0 can only overwrite it.
             _write_stage(self._folder, "the ranks are being started")
         _write(self._folder / LAUNCHER_FILE, asdict(self.state))
         if state is LauncherState.REFUSED:
@@ -139,7 +138,7 @@ class LauncherFile:
         self.enter(LauncherState.REFUSED, text=_clip(text), attempt=attempt, next_try_at=again)
 
     def start(self) -> None:
-        """Write that the ranks are starting; keep the text of an earlier refused attempt."""
+        """Write that the ranks are starting, and keep the cause of an earlier refusal."""
         kept = self.state
         self.enter(LauncherState.STARTING, text=kept.text, attempt=kept.attempt)
 
@@ -169,10 +168,11 @@ def report_stage(
     total: int = 0,
     eta: float | None = None,
 ) -> None:
-    """Report that a start is in stage ``number`` of :data:`STAGES`: in the log, file and events.
+    """Report in the log, a file and an event that a start is in stage ``number`` of :data:`STAGES`.
 
-    First the launcher calls this, then rank 0. ``done`` of ``total`` bytes have been transferred
-    and the rest takes ``eta`` seconds; with an ``eta`` nothing is logged, as the transfer logs it.
+    The launcher calls this first, and later rank 0. ``done`` of ``total`` bytes have been
+    transferred, and the rest takes ``eta`` seconds. With an ``eta`` nothing is logged, because the
+    transfer itself logs its progress.
     """
     if total:
         stage += f", {done / 1e9:.1f} of {total / 1e9:.1f} GB"
@@ -188,7 +188,7 @@ def report_running(folder: Path) -> None:
 
 
 def _write_stage(folder: Path, stage: str, eta: float | None = None) -> None:
-    _write(folder / STAGE_FILE, {"stage": stage, "at": time.time(), "eta_seconds": eta})
+    _write(folder / STAGE_FILE, {"stage": stage, "stage_at": time.time(), "eta_seconds": eta})
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
@@ -198,8 +198,8 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
         write_bytes(path, data, durable=False)
     except OSError as error:
         if is_full(error) and len(data) <= _BYTES:
-            # Overwrite the file in place, since its blocks are reserved. A concurrent reader may
-            # see a damaged file.
+            # Overwrite the file in place, because its blocks are reserved. A concurrent reader may
+            # see a half-written file.
             with contextlib.suppress(OSError), path.open("r+b") as file:
                 file.write(data)
                 file.truncate()  # the old text may have been longer
@@ -214,21 +214,21 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _append(folder: Path, kind: str, **fields: Any) -> None:
-    with contextlib.suppress(OSError):  # on a full disk the state file has to suffice
+    with contextlib.suppress(OSError):  # on a full disk there is only the state file
         _events(folder).write(kind, **fields)
 
 
 @functools.cache
 def _events(folder: Path) -> EventLog:
-    # Create only one log per process, so that it warns only once about a failing disk.
+    # A process has only one such log, so that it warns only once about a failing disk.
     return EventLog(folder / "events.jsonl")
 
 
 def observe(folder: Path, now: float) -> Facts:
     """Return the facts about the miner in ``folder``: its own, and those observed from outside.
 
-    ``now``: Unix seconds. A folder that is missing or cannot be read raises nothing: its facts are
-    just mostly unknown.
+    ``now`` is in Unix seconds. If the folder is missing or cannot be read, no error is raised, and
+    most facts are unknown.
     """
     facts, launch, life = Facts.read(folder), read_launcher(folder), find_life(folder)
     gone = bool(life["gone"])
@@ -251,9 +251,10 @@ def observe(folder: Path, now: float) -> Facts:
 def find_life(folder: Path) -> dict[str, Any]:
     """Return when the neuron last wrote anything, and whether it is gone.
 
-    ``gone``: the launcher and the ranks named in the run folder do not run on this machine, and
-    nothing was written for some seconds (they may run in another container, where this process
-    cannot see them). A neuron without such files, such as a validator, never counts as gone.
+    A neuron is gone if the launcher and the ranks that the run folder names do not run on this
+    machine, and nothing was written for some seconds. The second condition is needed because they
+    may run in another container, where this process cannot see them. A neuron whose run folder
+    names no processes, such as a validator, never counts as gone.
     """
     launcher = ("instance.json", "launcher.json")
     named = [folder / name for name in launcher]
@@ -265,13 +266,13 @@ def find_life(folder: Path) -> dict[str, Any]:
         with contextlib.suppress(OSError):
             signs.append(path.stat().st_mtime)
     last = max(signs, default=None)
-    # If the clock was set back, the last sign is in the future and the neuron counts as alive.
+    # If the clock was set back, the last sign is in the future, and the neuron counts as alive.
     silent = last is not None and time.time() - last > _SILENT_SECONDS
     gone = silent and any(path.exists() for path in named)
     for path in named if gone else ():
         with contextlib.suppress(*DAMAGED, OSError, psutil.Error):
             process = psutil.Process(int(json.loads(path.read_bytes())["pid"]))
-            # A process that began after the file was written has the same pid only by chance.
+            # If a process began after the file was written, it got the same pid by chance.
             if process.create_time() <= path.stat().st_mtime + _CLOCK_STEP:
                 gone = False
     return {"last_sign": last, "gone": gone}

@@ -2,10 +2,10 @@
 
     python -m distributed_training.telemetry.trackers FD     started by :func:`open_trackers`
 
-A separate process reads the file. So a library that hangs, prints or fails does not affect
-training, and it has access to none of the miner's secrets except its own key. Only the figures and
-the miner's name are sent: no console output, code, git state, host name or arguments. The x axis is
-the number of inner steps since the first outer step.
+A separate process reads the file, so that a library that hangs, prints or fails does not affect
+training. Of the miner's secrets, the process has only the key of W&B. It sends only the figures and
+the miner's name, but no console output, code, git state, host name or arguments. The x axis is the
+number of inner steps since the first outer step.
 """
 
 from __future__ import annotations
@@ -38,19 +38,7 @@ _CLOSE_SECONDS = 5.0  # seconds for the last figures at a stop
 _SERVER_SECONDS = 30.0  # seconds that W&B's server may take to answer at the start
 _HISTORY_BYTES = 8 * 2**20
 
-# torchtitan's names for figures that mean the same as ours, with the factor for our figure. Our own
-# names stay if torchtitan's figure is of a single device, throughput(tps), or of its allocator,
-# memory/*.
-_TORCHTITAN: Mapping[str, tuple[str, float]] = {
-    "loss": ("loss_metrics/global_avg_loss", 1),
-    "mfu": ("mfu(%)", 100),
-    "grad_norm": ("grad_norm", 1),
-    "learning_rate": ("lr", 1),
-    "seconds": ("time_metrics/end_to_end(s)", 1),
-    "data_wait_seconds": ("time_metrics/data_loading(s)", 1),
-}
-
-#: Write the figures of an inner step that ended at this Unix time. Return True.
+#: A function that writes the figures of an inner step that ended at a Unix time, and returns True.
 Write = Callable[[int, Mapping[str, float], float], bool]
 
 T = TypeVar("T")
@@ -60,7 +48,7 @@ T = TypeVar("T")
 def open_trackers(settings: TelemetrySettings, folder: Path, *, name: str) -> Iterator[None]:
     """Run the process that shows the run in ``folder``, if the settings name a tracker.
 
-    On exit it waits some seconds for the last figures to be written.
+    On exit, wait some seconds for it to write the last figures.
     """
     if settings.tensorboard_dir is None and settings.wandb == "off":
         yield
@@ -85,26 +73,21 @@ def open_trackers(settings: TelemetrySettings, folder: Path, *, name: str) -> It
 
 
 def figures(event: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of an event, keyed by the names under which they are drawn."""
-    if event["kind"] == "export":
-        known = {f"evaluation/{name}": finite(value) for name, value in event["results"].items()}
-        return {name: value for name, value in known.items() if value is not None}
-    drawn = {}
-    for name, value in event.items():
-        if (number := finite(value)) is None or name in ("time", "total_inner_steps"):
-            continue
-        titan, factor = _TORCHTITAN.get(name, (f"train/{name}", 1))
-        drawn[titan] = factor * number
-    if drawn.get("time_metrics/end_to_end(s)"):
-        wait = drawn["time_metrics/data_loading(s)"] / drawn["time_metrics/end_to_end(s)"]
-        drawn["time_metrics/data_loading(%)"] = 100 * wait
-    return drawn
+    """Return the figures of an event, keyed by the names that they have in the graphs."""
+    exported = event["kind"] == "export"
+    group, values = ("evaluation", event["results"]) if exported else ("train", event)
+    known = {name: finite(value) for name, value in values.items()}
+    return {
+        f"{group}/{name}": value
+        for name, value in known.items()
+        if value is not None and name not in ("time", "total_inner_steps")
+    }
 
 
 def gauges(folder: Path) -> dict[str, float]:
-    """Return the current figures in ``metrics.prom`` that steps lack, including those of plug-ins.
+    """Return the current figures in ``metrics.prom`` that no step has, such as those of plug-ins.
 
-    Timestamps are left out: the numbers in a graph are too coarse for them.
+    Timestamps are left out, because graphs store numbers too coarsely for them.
     """
     return {
         name.removeprefix("dt_").replace("_", "/", 1): value
@@ -126,8 +109,8 @@ def tensorboard(given: Mapping[str, Any]) -> Write:
 
     def write(step: int, figures: Mapping[str, float], at: float) -> bool:
         nonlocal reached
-        # A new file hides the same and later steps in earlier files: steps before a roll-back, and
-        # steps of an earlier start that no checkpoint contains.
+        # A new file hides the same and later steps in earlier files. These are steps that a
+        # roll-back has undone, or steps of an earlier start that no checkpoint contains.
         if step <= reached or not files:
             files[:] = [EventFileWriter(given["board"], flush_secs=15)]
             files[0].add_event(Event(step=step, file_version="brain.Event:2"))
@@ -143,10 +126,10 @@ def tensorboard(given: Mapping[str, Any]) -> Write:
 
 
 def wandb(given: Mapping[str, Any]) -> Write:
-    """Return a writer for a W&B run, in one group per miner. Raises what W&B raises."""
+    """Return a writer for a new W&B run in the miner's group. Raises any error of W&B."""
     import wandb as library
 
-    logging.getLogger("wandb").setLevel(logging.CRITICAL)  # our own line below says what failed
+    logging.getLogger("wandb").setLevel(logging.CRITICAL)  # we log what failed ourselves
     if server := os.environ.get("WANDB_BASE_URL"):
         share(server)
     options: dict[str, Any] = {
@@ -164,7 +147,7 @@ def wandb(given: Mapping[str, Any]) -> Write:
     try:
         run = library.init(mode=given["wandb"], **options)
     except library.Error as error:
-        library.teardown()  # W&B's helper process still has the failed run
+        library.teardown()  # otherwise W&B's helper process keeps the failed run
         log.warning(
             "W&B: %s. The figures are kept in %s, `wandb sync` sends them: check WANDB_API_KEY in "
             ".env and the network",
@@ -181,7 +164,7 @@ def _first_line(error: Exception) -> str:
 
 
 def attempt(name: str, call: Callable[[], T]) -> T | None:
-    """Return what a library's call returns; None, with one line, if it fails."""
+    """Return the result of a call of a library. If it fails, log one line and return None."""
     try:
         return call()
     except ImportError as error:
@@ -195,7 +178,7 @@ def attempt(name: str, call: Callable[[], T]) -> T | None:
 
 
 def follow(given: Mapping[str, Any], over: threading.Event) -> None:
-    """Write the figures of this start's steps until ``over`` is set and no event is left."""
+    """Write the figures of this start's steps, until ``over`` is set and no event is left."""
     folder, writers = Path(given["folder"]), dict[str, Write]()
     makers = {"TensorBoard": tensorboard if given["board"] else None}
     makers["W&B"] = None if given["wandb"] == "off" else wandb
@@ -207,7 +190,7 @@ def follow(given: Mapping[str, Any], over: threading.Event) -> None:
     while True:
         rows = []
         for event in events:
-            # A line that is damaged or from another version is skipped.
+            # Skip a line that is damaged or from another version.
             with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
                 known = event["kind"] in ("step", "export") and not event.get("skipped")
                 if known and (at := float(event["time"])) >= given["began"]:
@@ -226,7 +209,8 @@ def follow(given: Mapping[str, Any], over: threading.Event) -> None:
 
 def main() -> None:
     """Follow the run that the parent names, until the parent closes its socket."""
-    # Ctrl-C reaches all processes in a terminal, but the parent ends this one with a message.
+    # Ctrl-C reaches every process in a terminal. Ignore it here, since the parent will end this
+    # process with a message.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(10)  # training goes first
     parent = ParentConnection(plugins=False, ends=None)  # write the last figures before ending

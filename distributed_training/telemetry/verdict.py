@@ -1,12 +1,12 @@
-"""Judge a miner in one verdict: does its work count, and if not, what prevents it.
+"""Give a verdict on a miner: whether its work counts, and if not, why.
 
-:data:`TABLE` is the only place that has the words, sentences and remedies. The log, the dashboard,
-the metric, ``dt-status``, the doctor and the webhook all call :func:`judge`. It is a pure function
-of :class:`Facts` and the time, and returns the :class:`Judgement` of the first row that applies.
+Only :data:`TABLE` has the words, sentences and remedies. The log, the dashboard, the metric,
+``dt-status``, the doctor and the webhook all call :func:`judge`, which is a pure function of
+:class:`Facts` and the time. It returns the :class:`Judgement` of the first row that applies.
 
-A fact is used only during its lifetime, and anything that may have changed since then stays open:
-an upload is said to count, or not to count, only if the validator's code must find the same. All
-limits come from the network's file; none is learned.
+A fact is used only during its lifetime; afterwards it counts as unknown, because it may have
+changed. The verdict says that an upload counts, or does not count, only if the validator must have
+found the same. All limits come from the network's file, and none is learned.
 """
 
 from __future__ import annotations
@@ -36,25 +36,21 @@ from distributed_training.telemetry.facts import (
 
 # --- lifetimes of facts, in seconds ---------------------------------------------------------------
 
-#: How long the miner's own facts are valid; it writes them every 15 s, and between two
-#: micro-batches.
-LOOK_LIFE = 300.0
-# For the network's file, which is compared with ours at each check of the store.
-ASKED_LIFE = 1200.0
+LOOK_LIFE = 300.0  # for the miner's own facts, which it writes every 15 s between micro-batches
+ASKED_LIFE = 1200.0  # for a difference from the network's file, which is compared with ours often
 CHAIN_LIFE = 7200.0  # for the figures that the registry or the chain has about this miner
-MACHINE_LIFE = 120.0  # for the disk and the processes
-FATE_ROUNDS = 2  # round periods for what a manifest says about an upload
+MACHINE_LIFE = 120.0  # for facts about the disk and the processes
+FATE_ROUNDS = 2  # round periods for which the fate of an upload is used
 _LATE_ROUNDS = 3  # round periods that a newcomer's first upload may take
-_CLOCK_STEP = 5.0  # a fact that is further in the future was written by another clock
-# Limit for a first step, which includes compilation; loading weights blocks the loop too.
-_FIRST_STEP = 1800.0
+_CLOCK_STEP = 5.0  # a fact that is further in the future was written before the clock was set back
+_FIRST_STEP = 1800.0  # the longest time for compilation, for loading weights and for a first step
 
-NOT_RUNNING, MUST_ACT = 3, 1  # exit statuses of dt-status; 3 as in `systemctl status`
+NOT_RUNNING, MUST_ACT = 3, 1  # exit statuses of dt-status; 3 has the meaning of systemctl's
 _T = TypeVar("_T")
 
 
 class Verdict(StrEnum):
-    """All verdicts, as an operator reads them."""
+    """All verdicts, in the words that an operator reads."""
 
     STARTING = "starting"
     CANNOT_START = "cannot start"
@@ -89,7 +85,7 @@ class Judgement:
         counts: Whether the newest upload that a manifest names counts; None: not known.
         status: The exit status of ``dt-status``.
         alert: The trouble in :mod:`.notify` that this verdict reports; empty if there is none.
-        row: The number of its row in the table. Later rows were not checked.
+        row: The number of the row in the table that applied. Later rows were not checked.
     """
 
     verdict: Verdict
@@ -114,10 +110,10 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: if ``holds`` is true, the verdict is ``word``.
+    """A row of the table; if ``holds`` returns a true value, the verdict is ``word``.
 
-    ``cause`` and ``remedy`` are templates that are filled from a :class:`_Seen`. A red row whose
-    remedy turns out empty becomes orange: there is nothing to do.
+    ``cause`` and ``remedy`` are templates that are filled from a :class:`_Seen`. If the remedy of a
+    red row is empty, the row becomes orange, because there is nothing to do.
     """
 
     word: Verdict
@@ -129,7 +125,7 @@ class Row:
 
 
 def judge(facts: Facts, now: float) -> Judgement:
-    """Return the verdict at ``now``, in Unix seconds: the first row that applies decides."""
+    """Return the verdict at ``now`` (Unix seconds), which the first row that applies gives."""
     seen = _Seen(facts, now)
     number, row = next((n, row) for n, row in enumerate(TABLE) if row.holds(seen))
     cause, remedy = (text.format(s=seen) for text in (row.cause, row.remedy))
@@ -144,28 +140,28 @@ def judge(facts: Facts, now: float) -> Judgement:
 
 
 def hides(judgement: Judgement, alert: str) -> bool:
-    """Return whether some rows of this trouble were not checked, so that it may still exist."""
+    """Return whether some rows with this alert were not checked, so that it may still apply."""
     return any(row.alert == alert for row in TABLE[judgement.row + 1 :])
 
 
 # --- remedies -------------------------------------------------------------------------------------
 
 _CONTINUES = "training continues, and uploads follow by themselves"
-_TELL = f"tell the founder, unless it is known; {_CONTINUES}"
+_TELL = f"tell the founder, who may not know it yet; {_CONTINUES}"
 _TEACH = "read some of the text that this miner trains on: it may be damaged, or unlike the "
-_TEACH += "network's; if this comes twice, ask the founder"
-_AGAIN = "if this comes twice, ask the founder"
-#: Start of the cause for which an upload does not count -> what the operator should do. The remedy
-#: is empty if the upload's content goes into the next upload.
+_TEACH += "network's; if this happens twice, ask the founder"
+_AGAIN = "if this happens twice, ask the founder"
+#: What the operator should do, keyed by the beginning of the cause for which an upload does not
+#: count. The remedy is empty if the content of the upload goes into the next upload.
 REMEDIES: Mapping[str, str] = {
     # --- the validator's causes
     "worse": _TEACH,
     "spoiler": _TEACH,
-    "copy": "give each miner a hotkey and a --neuron.run_folder of its own; where it has them, ask "
+    "copy": "give each miner a hotkey and a --neuron.run_folder of its own; if it has them, ask "
     "the founder",
-    "late": "free this machine's link to the store (dt-doctor measures it); if this comes twice, "
+    "late": "free this machine's link to the store (dt-doctor measures it); if this happens twice, "
     "ask the founder for a longer round.grace",
-    "damaged": "install the version that the network runs; if this comes twice, test this "
+    "damaged": "install the version that the network runs; if this happens twice, test this "
     "machine's memory and disk",
     "not-judged": "",
     "not judged": "",
@@ -177,13 +173,14 @@ REMEDIES: Mapping[str, str] = {
     "longer rounds",
     "no room": "free the disk of --neuron.run_folder",
     "not running": "let it run over the closes: pm2 startup and pm2 save start it with its machine",
-    "silent": "tell the founder, if it lasts",
-    "not ready": "see the line of the log on outer steps that are not taken over",
+    "silent": "tell the founder if this lasts",
+    "not ready": "see the line of the log about outer steps that are not taken over",
     "not sent": "run dt-doctor, which checks link, keys and disk",
 }
 _CLOSED = "connection refused"
 _REFUSES = re.compile(r"the store refused this|does not accept|expelled|not registered")
-#: How a remedy begins, after the last colon in a line with a cause, a consequence and a remedy.
+#: A remedy begins with one of these verbs, after the last colon of a line that also has a cause and
+#: a consequence.
 _REMEDY = re.compile(
     r"(ask|btcli|check|copy|correct|create|free|get|give|install|leave|lower|mkdir|mount|move|name|"
     r"put|raise|register|restart|run|save|see|set|start|stop|update|use|wait|write)\b"
@@ -197,7 +194,7 @@ def split(text: str) -> tuple[str, str]:
 
 
 def remedy_of(cause: str) -> str:
-    """Return what the operator should do about an upload that does not count or was not sent."""
+    """Return the remedy for an upload that does not count or was not sent."""
     own = split(cause)[1]
     found = next((name for name in REMEDIES if cause.startswith(name)), "")
     if found == "not sent" and _CLOSED in cause:
@@ -211,7 +208,7 @@ def remedy_of(cause: str) -> str:
 
 
 class _Seconds(float):
-    """A period of time, which a template shows in words."""
+    """A number of seconds that a template shows in words."""
 
     def __format__(self, spec: str) -> str:
         return span(self)
@@ -222,7 +219,7 @@ def _because(text: str) -> str:
 
 
 class _Seen:
-    """The facts in the form that the table uses: those still valid at ``now``, with their words."""
+    """The facts that are still valid at ``now``, in the form and the words that the table uses."""
 
     def __init__(self, facts: Facts, now: float) -> None:
         self.facts, self.now, looked = facts, now, facts.looked
@@ -236,8 +233,8 @@ class _Seen:
         self.incentive = self._value(facts.incentive, CHAIN_LIFE) if facts.pays else None
         self.quiet = self._since(looked)  # how long the miner has written no facts
         self.behind = self._since(facts.behind_since)
-        # How long the registry and the store had been silent at the miner's last check, since later
-        # answers have not been written yet.
+        # Count the silence of the registry and the store up to the miner's last check, because
+        # nobody has written down whether they answered later.
         silent = facts.store_silent_since
         known = looked is not None and facts.chain_at is not None
         self.chain_away = (looked or 0.0) - (facts.chain_at or 0.0) if known else 0.0
@@ -261,7 +258,7 @@ class _Seen:
         return _Seconds(0.0 if at is None else self.now - at)
 
     def _see_process(self, launch: Launch) -> None:
-        """Note how a start or an end went, and the free disk space."""
+        """Describe how the start or the end went, and the free disk space."""
         ends = {"stopping": "it is stopping", "stopped": "it was stopped"}.get(self.state)
         how = ": ".join(filter(None, (launch.stopped_by, launch.text)))
         self.ended = f"{ends}{_because(how)}" if ends else ""
@@ -283,25 +280,25 @@ class _Seen:
         self.room = f"{free:.1f} GB are free; upload, checkpoint and reserve take {needed:.1f} GB"
 
     def _see_steps(self) -> None:
-        """Note how long there has been no inner step, and how long a step may take."""
+        """Find how long there has been no inner step, and how long a step may take."""
         facts, step = self.facts, self.facts.step
         self.trains = facts.mode in ("starting", "training")
         self.has_trained = self.trains and step is not None
         began = (facts.started, facts.mode_since, None if step is None else step.at)
-        # Rounds and loading weights block the loop, so count from their end.
+        # Rounds and the loading of weights block the loop, so count from their end.
         self.still = self._since(max((at for at in began if at is not None), default=None))
         usual = facts.step_seconds or 0.0
         self.step_limit = _FIRST_STEP if step is None else max(120.0, 5 * usual)
 
     def _see_network(self) -> None:
-        """Note the state of the link, the registry, the store and the network's file."""
+        """Describe the state of the link, the registry, the store and the network's file."""
         facts = self.facts
-        # The machine of registry and store answers, but nothing listens there.
+        # A refused connection means that a machine answers, but no program listens on its port.
         refused = _CLOSED in facts.chain_trouble + facts.store_trouble
         self.their_fault = refused and not facts.pays
         self.chain_silence = span(self.quiet + self.chain_away) + _because(facts.chain_trouble)
         self.store_silence = span(self.quiet + self.store_away) + _because(facts.store_trouble)
-        passed = facts.missed_until(self.now)  # including those the miner does not know of
+        passed = facts.missed_until(self.now)  # including closes that the miner has not heard of
         closes = counted(passed, "close has", "closes have")
         self.unused = f"{closes} passed without an upload of this miner"
         if not passed:
@@ -311,15 +308,15 @@ class _Seen:
         self.version_remedy = remedy or "ask the founder which one holds"
 
     def _see_uploads(self) -> None:
-        """Note the outcome of the uploads, or why there are none."""
+        """Find the outcome of the last upload, or the reason why there is none."""
         facts, uploads = self.facts, self.facts.uploads
         life, named = FATE_ROUNDS * self.period, [one for one in uploads if one.fate]
-        # The last upload that a manifest names, unless that is too long ago.
+        # The last upload that a manifest has named, unless that was too long ago.
         recent = [one for one in named if self.now - one.fate_at <= life]
         self.last = last = recent[-1] if recent else KnownUpload(0, 0.0)
         self.passed = MERGED if last.fate == MERGED else "accepted"
-        # Whether that upload counts; None: not known. An upload that is carried over was accepted;
-        # it was only too short to judge.
+        # Whether that upload counts; None if that is not known. An upload that is carried over was
+        # accepted, although it gained too little to be merged now.
         carried = last.fate != REFUSED and last.cause.startswith("carried over")
         self.counts = (last.fate == MERGED or carried) if last.fate else None
         self.of = f"outer step {last.outer_step}{_because(last.cause)}"
@@ -342,13 +339,13 @@ V = Verdict
 _good, _idle = partial(Row, level=Level.GOOD), partial(Row, level=Level.IDLE)
 _bad = partial(Row, level=Level.BAD, alert="counts")
 
-#: The first row that applies gives the verdict. The last row always applies.
+#: The first row that applies gives the verdict, and the last row always applies.
 TABLE: tuple[Row, ...] = (
     # --- the process
     Row(V.STARTING, lambda s: s.state == "starting" and s.launch.attempt < 2,
         "it is not ready yet: {s.stage}"),
-    # This row applies from the second refusal on, even during the next attempt, or the verdict
-    # would flip.
+    # From the second refusal on, this row applies even during an attempt. Otherwise the verdict
+    # would change with each attempt.
     _bad(V.CANNOT_START, lambda s: s.state in ("starting", "refused"), "{s.refusal}{s.attempt}",
          "{s.then}after a change of .env or a setting: pm2 restart", alert="start"),
     _bad(V.CANNOT_START, lambda s: s.state == "stopped" and s.launch.stopped_by == SETTINGS,
@@ -356,7 +353,7 @@ TABLE: tuple[Row, ...] = (
     _idle(V.STOPPED, lambda s: s.ended and s.launch.asked, "{s.ended}",
           "start it again when it is to train (under pm2: pm2 start app.config.js)"),
     _bad(V.STOPPED, lambda s: s.ended and s.launch.stopped_by.startswith("SIGKILL"), "{s.ended}",
-         "pm2 resurrect, or pm2 start app.config.js; dmesg -T tells whether memory ran out",
+         "pm2 resurrect, or pm2 start app.config.js; dmesg -T shows whether memory ran out",
          alert="stop"),
     _bad(V.STOPPED, lambda s: s.ended, "{s.ended}", "the end of its log names the cause",
          alert="stop"),
@@ -365,12 +362,12 @@ TABLE: tuple[Row, ...] = (
     # --- its machine
     _bad(V.DISK_FULL, lambda s: s.disk.free < s.disk.needed,
          "{s.room}, so nothing is uploaded or saved, and training ends when there is no room for "
-         "its text", "free the disk of --neuron.run_folder", alert="disk"),
+         "more text", "free the disk of --neuron.run_folder", alert="disk"),
     _idle(V.UNKNOWN, lambda s: s.facts.looked is None and s.facts.launch is None,
           "no miner has written anything here yet"),
     Row(V.STARTING, lambda s: s.facts.looked is None, "the miner has written nothing yet"),
     Row(V.UNKNOWN, lambda s: s.quiet < -_CLOCK_STEP,
-        "what the miner wrote is of the future: this machine's clock was set back"),
+        "the miner's facts have times in the future, so this machine's clock was set back"),
     Row(V.STARTING, lambda s: LOOK_LIFE < s.quiet <= _FIRST_STEP and not s.has_trained,
         "the miner has written nothing for {s.quiet}, as while it compiles or loads weights"),
     _bad(V.STUCK, lambda s: s.quiet > LOOK_LIFE, "the miner has written nothing for {s.quiet}",
@@ -409,7 +406,8 @@ TABLE: tuple[Row, ...] = (
         "it has enough inner steps"),
     _bad(V.MISSED, lambda s: not s.facts.uploads, "nothing was uploaded in the {s.running}",
          "{s.missed_remedy}"),
-    # The validator refuses outer steps or waits for more uploads; a member cannot change that.
+    # The validator may have refused outer steps, or may be waiting for more uploads. A member
+    # cannot change that.
     Row(V.WAITING, lambda s: s.counts is None and s.awaited,
         "the upload of outer step {s.newest} waits for the validator's next update"),
     Row(V.WAITING, lambda s: s.counts is None and not s.late,

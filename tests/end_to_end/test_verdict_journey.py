@@ -1,7 +1,7 @@
-"""The verdict on one real miner through its troubles: all commands agree on it.
+"""Test that all commands give the same verdict on a real miner, whatever trouble it has.
 
-The launcher's log, the dashboard, dt-status and the doctor are asked in each state. test_page.py
-has the dashboard in more states; test_verdict_walks.py compares the verdict with a validator.
+The miner's log, the dashboard, dt-status and the doctor are compared in each state. test_page.py
+tests the dashboard in more states, and test_verdict_walks.py compares the verdict with a validator.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STORE, REGISTRY = "weed -logtostderr server", "network_command serve"
 
 
 class Journey:
-    """The miner of ``subnet``, and all that give a verdict on it."""
+    """A miner of ``subnet``, and all programs that give a verdict on it."""
 
     def __init__(self, subnet: LocalSubnet, folder: Path, page: Page, index: int = 0) -> None:
         self.subnet, self.folder, self.page = subnet, folder, page
@@ -71,25 +71,18 @@ class Journey:
     def lines(self, words: str) -> list[str]:
         return [line.partition(words)[2] for line in self.log.splitlines() if words in line]
 
-    def expect(self, verdict: str = "", *, bad: bool, says: str = "") -> dict[str, Any]:
-        """Wait for dt-status to say this, while the miner trains if no verdict is named.
-
-        Whoever is asked then says the same.
-        """
+    def expect(self, verdict: str, *, bad: bool, says: str = "") -> dict[str, Any]:
+        """Wait until dt-status gives this verdict, and the other programs give the same."""
         found = dict[str, Any]()
 
         def there() -> bool:
             found.update(self.status())
-            if not verdict:
-                return (
-                    found["state"] == "running" and found["mode"] == "training" and not found["bad"]
-                )
             return found["verdict"] == verdict and says in found["cause"]
 
         try:
-            # It may move to the next verdict while the others are asked.
+            # The verdict may change while the other programs run.
             same = lambda: there() and self.all_say_the_same(found) and found["bad"] == bad
-            self.subnet.wait_until(same, WAIT, verdict or "that it trains")
+            self.subnet.wait_until(same, WAIT, verdict)
         except (pytest.fail.Exception, SubnetFailure) as error:
             raise AssertionError(f"{error}: {found}; {self.said}") from None
         return found
@@ -111,75 +104,19 @@ class Journey:
             and all(line.startswith(f"{found['verdict']}: ") for line in told)
             and _plain(page["cause"]) == _plain(found["cause"])
             and _plain(found["cause"]) in _plain(row["finding"])
-            # The log says a verdict once; the reason of an outage may change while it lasts.
+            # The log has a verdict once, but the reason of an outage may change while it lasts.
             and all(found["remedy"] in line for line in told)
         )
 
-    def trains(self) -> None:
-        """Wait until the miner runs, and all commands have forgotten its last end."""
-        self.expect(bad=False)
-
 
 def _plain(text: str) -> str:
-    """Return ``text`` without its figures, which grow from one reader to the next."""
+    """Return ``text`` without its numbers, which grow while one program runs after another."""
     return re.sub(r"\d+", "#", text)
-
-
-def test_log_dashboard_status_and_doctor_never_contradict_each_other(tmp_path: Path) -> None:
-    options = SubnetOptions(
-        folder=tmp_path / "subnet",
-        exchange="hivemind",  # each member has a bucket, and keys for it
-        ranks=(1,),
-        period=3000,  # no round comes between
-    )
-    with LocalSubnet(options=idle(options)) as subnet:
-        folder = subnet.miners[0].folder
-        with served(folder) as page:
-            journey = Journey(subnet, folder, page)
-            journey.trains()
-            killed(journey)
-            refused(journey)
-            links_down(journey)
-            assert stop_miner(subnet, 0) == 0
-
-
-def killed(journey: Journey) -> None:
-    journey.subnet.kill_miner(0)
-    found = journey.expect("stopped", bad=True, says="SIGKILL")
-    assert "pm2 resurrect" in found["remedy"]
-    journey.subnet.restart_miner(0)
-    journey.trains()
-    assert journey.status()["last_crash"] is not None
-
-
-def refused(journey: Journey) -> None:
-    """The store does not take its write key."""
-    child = journey.miner
-    (name,) = (name for name in child.environment if name.endswith("WRITE_SECRET_ACCESS_KEY"))
-    right = child.environment[name]
-    assert stop_miner(journey.subnet, 0) == 0
-    child.environment[name] = "0" * len(right)
-    journey.subnet.restart_miner(0)
-    found = journey.expect("cannot start", bad=True, says="key")
-    (line, *_) = journey.lines("Cannot train: ")
-    assert line[:40] in found["cause"], (line, found)
-    assert stop_miner(journey.subnet, 0) == 0
-    journey.expect("stopped", bad=False, says="signal SIGINT")
-    child.environment[name] = right
-    journey.subnet.restart_miner(0)
-    journey.trains()
-
-
-def links_down(journey: Journey) -> None:
-    with stopped(journey, STORE, REGISTRY):
-        found = journey.expect("no connection", bad=True, says="not answered")
-        assert found["store_silent_since"] is not None
-    journey.trains()
 
 
 @contextmanager
 def stopped(journey: Journey, *servers: str) -> Iterator[None]:
-    """The servers keep their ports and answer nothing meanwhile."""
+    """Suspend the servers, which keep their ports but do not answer."""
     away = [
         process
         for process in journey.subnet.processes()
@@ -195,12 +132,9 @@ def stopped(journey: Journey, *servers: str) -> Iterator[None]:
             process.send_signal(signal.SIGCONT)
 
 
-# --- a network whose registry gives access to its store -------------------------------------------
-
-
-@pytest.mark.timeout(1800)  # each of its nine states waits for closes of a minute
+@pytest.mark.timeout(1800)  # there is a close each minute, and each of nine states waits for closes
 def test_members_are_told_of_silence_and_refused_uploads(tmp_path: Path) -> None:
-    """The last of two members is hostile: its uploads have the sign flipped."""
+    """The second of two members is hostile, since its uploads have the opposite sign."""
     options = SubnetOptions(
         folder=tmp_path / "subnet",
         exchange="store",
@@ -211,7 +145,7 @@ def test_members_are_told_of_silence_and_refused_uploads(tmp_path: Path) -> None
     )
     with steps_of(1.0), LocalSubnet(options=idle(options)) as subnet:
         hostile = subnet.miners[1]
-        subnet.kill_miner(1)  # if it began already
+        subnet.kill_miner(1)  # in case it has begun already
         hostile.environment["HOSTILE_FACTOR"] = "-1"
         subnet.restart_miner(1)
         places = [miner.folder for miner in subnet.miners]
@@ -234,7 +168,7 @@ def test_members_are_told_of_silence_and_refused_uploads(tmp_path: Path) -> None
 
 
 def closes_pass_unused(journey: Journey, server: str, says: str) -> None:
-    """``server`` does not answer over at least one close, and comes back."""
+    """Suspend ``server`` during at least one close."""
     with stopped(journey, server):
         found = journey.expect("no connection", bad=True, says=says)
         assert journey.status()["status"] == 1 and "tell the founder" in found["remedy"]

@@ -1,4 +1,4 @@
-"""A real browser for the page's tests, and what every page must pass in it."""
+"""Open a real browser for tests of pages, and check what every page must fulfil."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ needed = pytest.mark.skipif(
 
 @contextmanager
 def opened(profile: Path) -> Iterator[Any]:
-    """Headless, without anything that would ask another server."""
+    """Open a headless browser that sends no requests to other servers."""
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
@@ -46,8 +46,8 @@ def card(browser: Any, title: str) -> str:
     return str(browser.execute_script(script, title))
 
 
-#: Contrast, names for screen readers, no foreign resource, nothing wider than the screen: what is
-#: wrong with the page that is open.
+#: Return the faults of the open page: poor contrast, a missing name for screen readers, a resource
+#: of another server, or content that is wider than the screen.
 CHECKS = """
 const luminance = (colour) => {
   const c = colour.match(/[0-9.]+/g).slice(0, 3).map((v) => v / 255)

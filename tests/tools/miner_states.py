@@ -28,18 +28,15 @@ _KEYS = (
     "(SignatureDoesNotMatch): correct R2_WRITE_SECRET_ACCESS_KEY in .env"
 )
 
-#: State -> word of the verdict, its colour, and whether the miner is running.
+#: For each state, the verdict, its colour, and whether the miner's processes run.
 STATES: Mapping[str, tuple[str, str, bool]] = {
     "counts": ("counts", "good", True),
-    "earning": ("earning", "good", True),  # the only state in a network that pays
     "new": ("waiting", "wait", True),
     "stopped": ("stopped", "idle", False),
     "starting": ("starting", "wait", True),
     "refused": ("cannot start", "bad", True),
-    "tried-again": ("cannot start", "bad", True),
     "setting": ("cannot start", "bad", False),
     "disk-full": ("disk full", "bad", True),
-    "offline": ("no connection", "bad", True),
     "store-silent": ("no connection", "bad", True),
     "behind": ("behind", "bad", True),
     "stuck": ("stuck", "bad", True),
@@ -47,16 +44,12 @@ STATES: Mapping[str, tuple[str, str, bool]] = {
     "not-merged": ("refused", "bad", True),
     "missed": ("missed a close", "bad", True),
 }
-#: State -> the fate of the upload before the newest one, and its cause.
+#: For some states, the fate of the last upload but one, and its cause. The last upload waits.
 FATES = {
     "merged": ("merged", ""),
     "missed": ("merged", ""),
     "not-merged": ("not merged", "late: by 3 s"),
 }
-_HOTKEY = (
-    "no hotkey at /home/ubuntu/.bittensor/wallets/default/hotkeys/default, so nothing was started: "
-    "create it, or name another with --wallet.hotkey"
-)
 
 
 def facts_of(state: str, now: float) -> Facts:
@@ -78,10 +71,8 @@ def facts_of(state: str, now: float) -> Facts:
     closed = "read lab/state.json: no answer from https://s3.lab (connection refused)"
     away = now - 190
     changed: dict[str, dict[str, Any]] = {
-        "earning": {"pays": True, "incentive": Fact(0.0121, now)},
         "new": {"uploads": (), "started": now - 540},
         "disk-full": {"disk": disk_at(now, 1e15)},
-        "offline": {"chain_at": away, "store_silent_since": away, "next_round": now - 64},
         "store-silent": {
             "store_silent_since": away, "store_trouble": closed, "next_round": now - 100
         },
@@ -93,7 +84,7 @@ def facts_of(state: str, now: float) -> Facts:
             "missed_cause": "blocked: 3 inner steps when the close was over, and 50 are needed",
         },
     }  # fmt: skip
-    if state in ("starting", "refused", "stopped", "tried-again", "setting"):
+    if state in ("starting", "refused", "stopped", "setting"):
         ago = now - 300
         return replace(facts, looked=ago, step=Fact(40, ago), chain_at=ago)
     return replace(facts, **changed.get(state, {}))
@@ -114,21 +105,13 @@ def launcher_of(state: str, now: float) -> Launch:
         case "starting":
             stage = "loading global state: 12.4 of 32.0 GB"
             times = {"stage_at": now - 20, "eta_seconds": 1560.0}
-            # Type: ignore[arg-type].
-            return replace(running, state="starting", at=now - 95, stage=stage, **times)
+            return replace(running, state="starting", at=now - 95, stage=stage, **times)  # type: ignore[arg-type]
         case "refused":
             again = {"attempt": 6, "next_try_at": now + 43}
-            # Type: ignore[arg-type].
-            return replace(running, state="refused", at=now - 20, text=_KEYS, **again)
-        case "tried-again":
-            return replace(
-                running, state="starting", stage="importing (1 of 5)", attempt=2, text=_HOTKEY
-            )
+            return replace(running, state="refused", at=now - 20, text=_KEYS, **again)  # type: ignore[arg-type]
         case "setting":
-            text = _SETTING
-            return replace(
-                running, state="stopped", at=now - 300, stopped_by="its settings", text=text
-            )
+            ended = {"at": now - 300, "stopped_by": "its settings", "text": _SETTING}
+            return replace(running, state="stopped", **ended)  # type: ignore[arg-type]
         case "behind":
             crash = Crash(now - 9100, "rank 1 was killed by SIGKILL")
             return replace(running, restarts=2, last_crash=crash)
@@ -136,7 +119,7 @@ def launcher_of(state: str, now: float) -> Launch:
 
 
 def _weeks(state: str, facts: Facts, uid: int, now: float) -> list[dict[str, Any]]:
-    """Return the events of two weeks, with a step every 30 minutes and a round every 150."""
+    """Return the events of two weeks, with a step every half hour and a round every 2.5 hours."""
     last = facts.step.at if facts.step else now
     events: list[dict[str, Any]] = []
 
@@ -178,14 +161,14 @@ def step_fields(outer_step: int, inner_step: int, loss: float) -> dict[str, Any]
 
 
 def make_miner(place: Path, state: str, uid: int = 17, **gauges: float) -> Path:
-    """Make the run folder of a miner in ``state``; in a state outside STATES its uploads count."""
+    """Return the run folder of a miner in ``state``; its work counts if the state is unknown."""
     folder = place / state
     folder.mkdir()
     now = time.time()
     facts, alive = facts_of(state, now), STATES.get(state, ("", "", True))[2]
     launcher = launcher_of(state, now)
     if not alive:
-        with subprocess.Popen(["true"]) as gone:  # afterwards no process has its pid
+        with subprocess.Popen(["true"]) as gone:  # afterwards no process has this pid
             launcher = replace(launcher, pid=gone.pid)
     name = f"--neuron.name {state} miner\n"
     (folder / "config.txt").write_text(f"  {name}")

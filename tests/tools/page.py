@@ -1,4 +1,4 @@
-"""The page of run folders, served as a launcher serves it."""
+"""Serve the page of run folders as a launcher does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKEN = "a-token-of-more-than-16-characters"
 
 
 class Page(PageProcess):
-    """``url``: where it is served; ``lines``: what it gives to its parent's log."""
+    """A page with its ``url``, and the ``lines`` that it sends to its parent's log."""
 
     url: str
     lines: list[str]

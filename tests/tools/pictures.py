@@ -1,4 +1,4 @@
-"""Draw docs/images/page.png and page-phone.png, the dashboard of a healthy local subnet.
+"""Draw docs/images/page.png and page-phone.png, which show a healthy local subnet.
 
     make run ARGS="--exchange store --outer-steps 20"    # then, with the address that it prints:
     python -m tests.tools.pictures http://127.0.0.1:8877/    # needs chromium
@@ -22,11 +22,11 @@ from tests.tools import chromium
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "python -m tests.tools.pictures"
-#: The caption of a drawn picture: its command, the date and the commit.
+#: The caption of a picture that was drawn, with its command, the date and the commit.
 CAPTION = re.compile(r"`([^`]+)`, (\d{4}-\d\d-\d\d), at commit ([0-9a-f]{8})")
 PHONE = (400, 860)  # pixels
-LAPTOP = 1280  # pixels wide; as high as the page down to its second row of cards
-_MERGED = 3  # closes in a row, after which the dashboard shows a healthy network
+LAPTOP = 1280  # pixels wide; the height ends below the second row of cards
+_MERGED = 3  # consecutive closes that make a healthy network
 _LONGEST = 1200.0  # seconds
 
 
@@ -78,7 +78,7 @@ def _save(browser: Any, path: Path) -> None:
 
 
 def dated(markdown: str, date: str, commit: str) -> str:
-    """Return a page with the date and the commit of its pictures that this program draws."""
+    """Return a page with a new date and commit in the captions of this program's pictures."""
     new = f"`{COMMAND}`, {date}, at commit {commit}"
     return CAPTION.sub(lambda found: new if found[1] == COMMAND else found[0], markdown)
 

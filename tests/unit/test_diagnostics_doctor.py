@@ -432,14 +432,14 @@ def running(tmp_path: Path) -> Iterator[Path]:
             process.kill()
 
 
-@pytest.mark.parametrize("state", ["earning", "offline", "stopped"])
+@pytest.mark.parametrize("state", ["counts", "store-silent", "stopped"])
 def test_the_verdict_is_a_row_that_fails_nothing(state: str, tmp_path: Path) -> None:
     folder = make_miner(tmp_path, state)
     config = config_of("--neuron.run_folder", str(folder))
     (row,) = doctor.check_verdict(Examination(config, ranks=1))
     shown = describe(NeuronState(folder), time.time())
     assert row.finding.startswith(f"{shown['verdict']}: ") and row.remedy == shown["remedy"]
-    assert row.status == {"earning": "ok", "offline": "warn", "stopped": "skip"}[state]
+    assert row.status == {"counts": "ok", "store-silent": "warn", "stopped": "skip"}[state]
 
 
 def test_a_bundle_has_the_rows_and_the_log_of_the_running_miner(

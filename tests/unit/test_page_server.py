@@ -1,4 +1,4 @@
-"""The page as anybody on the machine or network meets it: raw requests on a real socket."""
+"""Send raw requests to the page through a socket, as anybody on the machine could."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ HOTKEY = "5F-a-hotkey-that-only-this-machine-may-read"
 
 
 def ask(page: Page, *head: bytes, path: bytes = b"/history", method: bytes = b"GET") -> bytes:
-    """Return the whole answer to a request of these header lines."""
+    """Return the whole answer to a request with these header lines."""
     with closing(socket.create_connection(("127.0.0.1", port(page)), timeout=30)) as caller:
         request = b"\r\n".join((method + b" " + path + b" HTTP/1.1", *head, b"connection: close"))
         answer = b""
-        with contextlib.suppress(ConnectionError):  # refused before all of it was read
+        with contextlib.suppress(ConnectionError):  # it was refused before all of it was read
             caller.sendall(request + b"\r\n\r\n")
             while part := caller.recv(65536):
                 answer += part
@@ -77,7 +77,7 @@ def test_the_page_answers_at_its_own_address(page: Page, name: str) -> None:
     assert status(answer) == 200 and HOTKEY.encode() in answer
 
 
-# What URL parsers take for a host name and no page of ours has, and what looks like ours.
+# Names that URL parsers accept but that are not the page's own, and names that look like its own.
 _HOSTS = st.one_of(
     st.binary(max_size=60),
     st.text(string.printable, max_size=40).map(str.encode),
@@ -141,7 +141,7 @@ def test_a_websocket_is_not_a_way_past_the_checks(page: Page) -> None:
 
 @pytest.mark.slow
 def test_no_caller_fills_the_log(tmp_path: Path) -> None:
-    """Malformed requests, refused ones and more connections than it has room for."""
+    """Send malformed requests and refused ones, and open more connections than are allowed."""
     with served(tmp_path, token=TOKEN) as page, contextlib.ExitStack() as held:
         address = ("127.0.0.1", port(page))
         junk = (b"\x00\xff\x00junk\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n")
@@ -179,8 +179,8 @@ def test_a_token_opens_the_page_by_header_by_link_and_by_its_cookie(tmp_path: Pa
         (["--host", "0.0.0.0"], "DT_PAGE_TOKEN"),
         (["--host", "miner.example"], "--host"),
         (["--port", "99999"], "--port"),
-        ([__file__], "no folder"),
-        (["miner*"], "does not exist, so nothing is served"),
+        ([__file__], "not a folder"),
+        (["miner*"], "is not a folder, so nothing is served"),
     ],
 )
 def test_bad_page_arguments_are_one_line(
@@ -195,7 +195,7 @@ def test_bad_page_arguments_are_one_line(
 def test_a_file_that_cannot_be_read_is_one_line_and_one_miner_less(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """It is asked for every two seconds, by each page that is open."""
+    """Each open page requests the data every two seconds, so one line must suffice."""
     neuron, other = NeuronState(tmp_path), NeuronState(tmp_path, name="other")
     monkeypatch.setattr(served_page, "_FRESH_SECONDS", 0.0)
     history = served_page.History([neuron, other])
@@ -217,7 +217,7 @@ def test_a_file_that_cannot_be_read_is_one_line_and_one_miner_less(
 
 
 def test_clients_and_their_time_are_bounded(tmp_path: Path) -> None:
-    """How that is held, tests/faults/test_hostile_clients.py shows."""
+    """Check only the limits; tests/faults/test_hostile_clients.py tests how they are kept."""
     connection: Any = served_page.server([NeuronState(tmp_path)]).config.http
     assert (connection.bounds.most, connection.bounds.patience) == (256, 10.0)
 
@@ -239,7 +239,7 @@ transfer-encoding: chunked|Transfer-Encoding: identity|TRANSFER-ENCODING:x|trans
 def test_nothing_behind_a_request_with_a_body_is_answered(
     page: Page, method: bytes, more: list[bytes]
 ) -> None:
-    """Else one server's body is a request to another one."""
+    """Otherwise, what one server takes for a body would be a request to another server."""
     own = b"host: 127.0.0.1:%d" % port(page)
     behind = b"0\r\n\r\nGET /metrics HTTP/1.1\r\n" + own + b"\r\nconnection: close\r\n\r\n"
     with closing(socket.create_connection(("127.0.0.1", port(page)), timeout=30)) as caller:
@@ -278,7 +278,7 @@ def test_a_defect_is_a_500_and_one_line(
 def test_a_second_page_of_a_folder_waits_for_the_end_of_the_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A launcher's page waits in the same way while the miner serves its own."""
+    """A separate page waits in the same way while the launcher serves its own."""
     lines: list[str] = []
     taken = listen("127.0.0.1", 0)
     address = taken.getsockname()[1]
@@ -292,7 +292,7 @@ def test_a_second_page_of_a_folder_waits_for_the_end_of_the_first(
     )
     waits, serves = lines
     assert serves == f"page: http://127.0.0.1:{address}/"
-    assert "is taken (Address already in use)" in waits and "give another --neuron.page_" in waits
+    assert "is in use (Address already in use)" in waits and "give another --neuron.page_" in waits
 
 
 def test_the_page_of_a_miner_holds_no_secret_but_its_token(tmp_path: Path) -> None:
@@ -332,12 +332,12 @@ def test_a_disk_that_fails_at_its_start_is_a_line_and_another_try(tmp_path: Path
     lines: list[str] = []
     with PageProcess([tmp_path], told=lines.append):
         wait_for(lambda: len(lines) >= 2, "what it says")
-    assert lines[0].startswith("the page cannot begin ([Errno 21] Is a directory")
+    assert lines[0].startswith("the page cannot start ([Errno 21] Is a directory")
     assert "The page ended (it ended with status 1): starting it again in 1 s" in lines[1]
 
 
 def test_the_metrics_come_from_the_ranks_and_their_launcher(tmp_path: Path) -> None:
-    """While starts are refused no rank writes any; the launcher's count reaches the alert."""
+    """While starts are refused, no rank writes metrics, but an alert needs the launcher's."""
     with served(tmp_path) as page:
         own = f"host: 127.0.0.1:{port(page)}".encode()
         (tmp_path / "launcher.prom").write_text("dt_starts_refused_in_a_row 7.0\n")

@@ -1,8 +1,9 @@
-"""Tests of the files by which a run folder shows its launcher, also on a full disk."""
+"""Test the files in which a launcher writes its state, even on a full disk."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -54,7 +55,7 @@ def test_a_start_is_followed_from_its_refusal_to_its_end(tmp_path: Path) -> None
     found = launch_of(tmp_path)
     assert found.stage == "loading, 12.4 of 32.0 GB (3 of 5)" and found.eta_seconds == 1560.0
     judged = judge(observe(tmp_path, time.time()), time.time())
-    # From the second refusal on it stays so, however often it is tried.
+    # From the second refusal on, the verdict stays the same during further attempts.
     assert judged.verdict is Verdict.CANNOT_START and "attempt 4" in judged.cause
     assert judged.remedy.startswith("btcli wallet new_hotkey; ")
     report_running(tmp_path)
@@ -121,8 +122,12 @@ def test_a_full_disk_takes_the_next_state_in_place_of_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = LauncherFile(tmp_path)
+    # Each character takes six bytes, so this text is longer than the next one.
+    file.refused("\u00e9" * 700, attempt=1, wait=1.0)
     file.start()
     monkeypatch.setattr(run_state, "write_bytes", no_room)
+    report_running(tmp_path)
+    assert launch_of(tmp_path).state == "running", "the start has ended"
     file.refused("0.0 GB free", attempt=1, wait=1.0)
     assert launch_of(tmp_path).text == "0.0 GB free" and not caplog.text
     (tmp_path / "launcher.json").unlink()
@@ -132,40 +137,16 @@ def test_a_full_disk_takes_the_next_state_in_place_of_the_last(
     assert "launcher.json was not written (No space left on device)" in line
 
 
-def test_a_full_disk_leaves_nothing_of_a_longer_text_and_lets_a_start_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = LauncherFile(tmp_path)
-    file.start()
-    file.refused("\u00e9" * 700, attempt=1, wait=1.0)  # six bytes each
-    monkeypatch.setattr(run_state, "write_bytes", no_room)
-    file.start()
-    assert launch_of(tmp_path).state == "starting"
-    report_running(tmp_path)
-    assert launch_of(tmp_path).state == "running"
-
-
-@pytest.mark.slow
 def test_a_second_launcher_of_the_folder_leaves_the_state_of_the_first(tmp_path: Path) -> None:
-    code = (
-        "import fcntl, sys; from pathlib import Path\n"
-        "from distributed_training.telemetry.run_state import LauncherFile, LauncherState\n"
-        "lock = open(sys.argv[1] + '/launcher.lock', 'a'); fcntl.flock(lock, fcntl.LOCK_EX)\n"
-        "file = LauncherFile(Path(sys.argv[1])); file.owned = True\n"
-        "file.enter(LauncherState.RUNNING)\n"
-        "print(flush=True); sys.stdin.read()"
-    )
-    words = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
-        assert first.stdout is not None
-        first.stdout.readline()
+    with (tmp_path / "launcher.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        first = LauncherFile(tmp_path)
+        first.owned = True
+        first.enter(LauncherState.RUNNING)
         second = LauncherFile(tmp_path)
         second.refused("a miner is running there", attempt=1, wait=1.0)
         assert second.state.restarts == 0
         assert launch_of(tmp_path).state == "running"
-        assert first.stdin is not None
-        first.stdin.close()
-        first.wait(30)
     second.refused("the disk is full", attempt=2, wait=1.0)
     assert launch_of(tmp_path).state == "refused"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
 from pathlib import Path
@@ -39,9 +38,6 @@ def test_each_state_has_its_verdict_and_exit_status(
     words = ("verdict", "cause", "remedy", "counts", "status")
     assert [page[word] for word in words] == [row[word] for word in words]
     assert page["level"] == level and row["bad"] == (level == "bad")
-    if state != "earning":
-        said = f"{row['cause']} {row['remedy']}"
-        assert not re.search(r"\b(grep|paid|pays|incentive|earn)", said), said
     text = status.text_of(row)
     assert text.startswith(f"{state} miner (uid 17): {verdict.upper()}\n  {row['cause']}\n")
     assert (f"  do            {row['remedy']}\n" in text) == bool(row["remedy"])

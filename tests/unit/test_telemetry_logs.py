@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.timeout(30)
 
-# In a process of its own: setup_logging owns the root logger and the exception hooks.
+# Run this in a separate process, since setup_logging changes the root logger and exception hooks.
 PRELUDE = """
 import dataclasses, logging, sys, threading
 from pathlib import Path

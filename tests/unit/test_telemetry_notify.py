@@ -35,7 +35,7 @@ HOOK = SecretStr("json://127.0.0.1:9/secretsecret")
 
 
 class Miner:
-    """A miner's files, the facts about it, and the messages to its operator."""
+    """A miner with its files, the facts about it, and the messages that its operator gets."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.now = folder, BEGIN
@@ -75,7 +75,7 @@ class Miner:
         self.came.append(text)
 
     def restart(self) -> None:
-        """Start the launcher again, after a stop that was asked for."""
+        """Stop the launcher as an operator would, and start it again."""
         self.file.stopped("signal SIGTERM")
         self.file = LauncherFile(self.folder)
         self.file.owned = True
@@ -92,7 +92,7 @@ class Miner:
         self.step = Fact(1, self.now)
 
     def passes(self, seconds: float, every: float = 15.0) -> list[str]:
-        """Let time pass in looks, and return the messages."""
+        """Let time pass, check every few seconds, and return the new messages."""
         before = len(self.came)
         for _ in range(int(seconds / every)):
             self.now += every
@@ -154,7 +154,7 @@ def test_each_trouble_is_reported_once_and_once_when_it_is_over(
     (told,) = miner.passes(60)
     assert told.startswith(words)
     assert miner.passes(7200, every=600) == []
-    miner.restart()  # without a word of it
+    miner.restart()  # which sends no message
     begin(miner)
     assert miner.passes(300) == []
     heal(miner)
@@ -177,32 +177,6 @@ def test_passing_trouble_is_a_message_only_where_the_miner_stopped(miner: Miner)
     assert only.startswith("Over after 26 s") and only.endswith("rank 0 was ended by SIGKILL")
 
 
-def test_waiting_is_no_trouble(miner: Miner) -> None:
-    miner.fate = ""
-    assert miner.passes(7200) == []
-    heal(miner)
-    miner.fate, miner.cause = "not merged", "not judged: too late"
-    assert miner.passes(7200) == []
-
-
-def test_trouble_while_the_link_was_down_is_one_message_with_the_span(
-    miner: Miner, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING)
-    miner.passes(60)
-    miner.reached = False
-    cut(miner)
-    miner.passes(94 * 60)
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 1 and "A message was not sent to the webhook (JSON)" in lines[0]
-    assert 5 < miner.tries < 40
-    heal(miner)
-    miner.passes(60)
-    miner.reached = True
-    (only,) = miner.passes(1800)
-    assert only.startswith("Over after 94 min (") and "No connection" in only
-
-
 def test_ten_messages_a_day_and_the_tenth_says_so(miner: Miner) -> None:
     for _ in range(20):
         fill(miner)
@@ -214,18 +188,6 @@ def test_ten_messages_a_day_and_the_tenth_says_so(miner: Miner) -> None:
     assert not miner.passes(BEGIN + DAY - miner.now - 60, every=60)
     fill(miner)
     assert len(miner.passes(120)) == 1
-
-
-def test_a_start_that_is_refused_again_and_again_is_one_message(miner: Miner) -> None:
-    for attempt in range(1, 21):
-        miner.file.refused("no answer from the registry", attempt=attempt, wait=5.0)
-        miner.passes(30)
-        miner.file.start()  # the next attempt, which takes some time
-        miner.passes(45)
-    assert [text.partition(":")[0] for text in miner.came] == ["Cannot start"]
-    heal(miner)
-    (over,) = miner.passes(60)
-    assert over.startswith("Over after 23 min"), "from the second refusal on"
 
 
 @pytest.mark.parametrize("begin", [refuse, lose, stick, cut])
@@ -304,7 +266,7 @@ def test_each_trouble_is_reported_and_taken_back_in_turn(
                 miner.reached = not miner.reached
             elif what == "restart":
                 miner.restart()
-            elif what == "set back":  # a clock, which loses and repeats no message
+            elif what == "set back":  # the clock, which must neither lose nor repeat a message
                 miner.now -= 7200
             else:
                 WAYS[what](miner)
@@ -314,7 +276,7 @@ def test_each_trouble_is_reported_and_taken_back_in_turn(
         miner.passes(DAY + 7200, every=1800)
     for head, _ in notify.TROUBLES.values():
         told = [text.startswith("Over") for text in miner.came if head in text]
-        # Taken back at the end; never begun twice without that.
+        # At the end each trouble is over, and none began again before it was over.
         assert not told or told[-1]
         assert not any(not one and not two for one, two in itertools.pairwise(told))
     assert len(miner.came) <= 10 * (2 + (miner.now - BEGIN) // DAY)
@@ -380,7 +342,7 @@ def test_a_service_that_takes_none_is_asked_seldom_and_named_once(
     file = launcher_of(tmp_path)
     notifier = Notifier(tmp_path, "guest", SecretStr(world.url), file)
     notifier._book.troubles["stop"] = Trouble(0.0, "rank 0 failed", told=True, ended=1.0)
-    for n in range(241):  # an hour of looks
+    for n in range(241):  # the checks of an hour
         notifier.look(BEGIN + 15 * n)
     assert 3 < world.asked <= 16
     lines = [r.getMessage() for r in caplog.records if "was not sent" in r.getMessage()]
@@ -408,5 +370,5 @@ def test_the_webhook_is_in_no_settings_line_event_or_file(
     assert "full, at" in str(world.taken) and "secretsecret" not in str(world.taken)
     for path in tmp_path.iterdir():
         assert b"secretsecret" not in path.read_bytes()
-    # What a client's own lines say is masked where they are written.
+    # The lines of the client itself are masked when they are written.
     assert "secretsecret" not in "\n".join(notify.mask(r.getMessage()) for r in caplog.records)

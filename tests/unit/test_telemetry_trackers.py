@@ -1,4 +1,4 @@
-"""TensorBoard and W&B: read back with their own formats, and never in training's way."""
+"""Test that TensorBoard and W&B get the right figures and never disturb training."""
 
 from __future__ import annotations
 
@@ -67,17 +67,15 @@ def log_steps(settings: TelemetrySettings, folder: Path, *steps: int, loss: floa
 
 
 def warning(caplog: pytest.LogCaptureFixture) -> str:
-    """The one line that was said."""
+    """Return the only warning that was logged."""
     (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     return line
 
 
-def test_torchtitans_names_stand_where_the_same_thing_is_meant() -> None:
+def test_only_measured_figures_are_drawn() -> None:
     drawn = figures({"kind": "step", **asdict(REPORT), "tokens_per_second": 128.0})
-    assert drawn["loss_metrics/global_avg_loss"] == 2.5 and drawn["mfu(%)"] == 40
-    assert drawn["time_metrics/data_loading(%)"] == 25 and drawn["lr"] == 1e-3
-    assert drawn["train/tokens_per_second"] == 128 and drawn["train/outer_step"] == 3
-    assert "train/gpu_memory_gb" not in drawn, "what was not measured is absent"
+    assert drawn["train/loss"] == 2.5 and drawn["train/tokens_per_second"] == 128
+    assert "train/gpu_memory_gb" not in drawn and "train/total_inner_steps" not in drawn
     export = {"kind": "export", "results": {"accuracy": 0.5, "note": "x"}}
     assert figures(export) == {"evaluation/accuracy": 0.5}
 
@@ -99,11 +97,12 @@ def test_tensorboard_reads_every_step_once_over_restarts_and_roll_backs(tmp_path
     file.registry.set("disk_free_bytes", 7e9)
     file.write(lambda: None)
     log_steps(settings, tmp_path, *range(1, 11))
-    log_steps(settings, tmp_path, 8, 9, 10, 11, 12, 10, 11, loss=1.0)  # a checkpoint of step 7
+    # Training resumes from the checkpoint of step 7.
+    log_steps(settings, tmp_path, 8, 9, 10, 11, 12, 10, 11, loss=1.0)
     board = tmp_path / "board" / "miner-7"
     wanted = [(step, step / 100 if step < 8 else 1.0) for step in range(1, 12)]
-    assert scalars(board, "loss_metrics/global_avg_loss") == wanted
-    assert scalars(board, "lr")[-1] == (11, 0.001)
+    assert scalars(board, "train/loss") == wanted
+    assert scalars(board, "train/learning_rate")[-1] == (11, 0.001)
     assert scalars(board, "disk/free_bytes")[-1] == (11, 7e9)
 
 
@@ -122,7 +121,7 @@ def test_tensorboard_that_is_not_installed_is_one_line(
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No server is reached, and no key of this machine's user is found."""
+    """Let W&B reach no server, and find no key of this machine's user."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("NETRC", os.devnull)
@@ -131,13 +130,16 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_error_of_any_kind_in_wandb_costs_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A stand-in for the library: it prints more than a pipe holds, and fails at the third step."""
+    """Use a stand-in for the library that prints more than fits into a pipe and fails at step 3."""
     (tmp_path / "wandb.py").write_text(STAND_IN)
     monkeypatch.syspath_prepend(str(tmp_path))
     settings = TelemetrySettings(wandb="offline")
     log_steps(settings, tmp_path, 1, 2, 3, 4)
     rows = [json.loads(row) for row in (tmp_path / "figures").read_text().splitlines()]
-    assert [(row["inner_step_total"], row["lr"]) for row in rows] == [(1, 0.001), (2, 0.001)]
+    assert [(row["inner_step_total"], row["train/learning_rate"]) for row in rows] == [
+        (1, 0.001),
+        (2, 0.001),
+    ]
     assert warning(caplog).startswith("W&B shows nothing from here on (a defect)")
     caplog.clear()
     (tmp_path / "wandb.py").write_text(STAND_IN.replace("self, **_", "self"))
@@ -168,7 +170,7 @@ def test_wandb_has_the_miners_secrets_in_no_process(
         wait_for(lambda: list(tmp_path.glob("wandb/offline-run-*/*.wandb")), "a run")
         names: set[str] = set()
         for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess):  # it ended since it was listed
+            with suppress(psutil.NoSuchProcess):  # the process has ended since it was listed
                 names.add(process.name())
                 assert SECRET not in str(process.environ()) + str(process.cmdline()), process
     assert "wandb-core" in names

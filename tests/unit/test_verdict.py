@@ -1,4 +1,4 @@
-"""The verdict on a miner is the table's: facts -> word, sentence, remedy, colour, alert."""
+"""Test the verdict that the table gives for facts: word, sentence, remedy, colour and alert."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def store_silent(seconds: float, closed: float = -400.0, **more: Any) -> dict[st
 
 V, RED, ORANGE, GREEN, GREY = Verdict, Level.BAD, Level.WAIT, Level.GOOD, Level.IDLE
 CLOSED = "connection refused"
-#: Facts, what is changed in them, the verdict, its colour, words of cause and remedy.
+#: The facts, changes to them, the verdict, its colour, and some words of its cause or remedy.
 CASES: list[tuple[Facts, dict[str, Any], Verdict, Level, str]] = [
     # --- the process
     (BLANK, launched(STARTS), V.STARTING, ORANGE, "12.4 of 32.0 GB, 26 min left; then it trains"),
@@ -162,7 +162,7 @@ def test_the_first_thing_in_the_way_is_named(
     assert (found.verdict, found.level) == (word, level), found
     assert words in found.words
     assert judge(parse(Facts, json.loads(json.dumps(asdict(facts)))), NOW) == found
-    # Red: somebody must act, knows what to do, and is sent a message about it.
+    # If the verdict is red, the operator must act, reads what to do, and gets a message.
     assert found.bad == bool(found.alert) and (found.remedy or not found.bad), found
     assert found.status == (3 if word is V.STOPPED or level == GREY else 1 if found.bad else 0)
     assert "grep" not in found.words

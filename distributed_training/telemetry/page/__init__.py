@@ -1,8 +1,8 @@
-"""Serve the dashboard: a page that shows a miner from the files in its run folder.
+"""Serve the dashboard, a page that shows a miner from the files in its run folder.
 
-The page runs in its own process (:class:`PageProcess`), at low priority, and reads ``events.jsonl``
-and ``metrics.prom``. So it does not slow training down, it shows the history after a restart, and
-it still answers when the miner hangs, which is when people open it.
+The page has its own process at low priority (:class:`PageProcess`), which reads ``events.jsonl``
+and ``metrics.prom``. So the page does not slow training down, shows the history after a restart,
+and still answers when the miner hangs, which is when people open it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from pydantic import SecretStr
 from distributed_training.common.backoff import Throttle
 from distributed_training.common.processes import ChildLog, ChildProcess
 
-_LINES_PER_MINUTE = 20  # lines that the page may log, since any caller can provoke them
+_LINES_PER_MINUTE = 20  # lines that the page may log; anybody who calls it can cause some
 
 
 class PageProcess(ChildProcess):
-    """The dashboard's process: it serves ``folders`` until it is closed or this process ends.
+    """The process that serves ``folders`` on the dashboard, until it is closed or its parent ends.
 
-    ``told`` is called with each printed line, from a thread, at most 20 times a minute: first with
-    ``page: <address>``, or with the reason why there is no page. A page that ends is restarted,
-    unless its settings are refused. It gets none of this process's secrets except ``token``.
+    ``told`` is called from a thread with each line that the process logs, at most 20 times a
+    minute. The first line is ``page: <address>``, or the reason why there is no page. If the
+    process ends, it is restarted, unless its settings are refused. It gets none of this process's
+    secrets except ``token``.
     """
 
     def __init__(

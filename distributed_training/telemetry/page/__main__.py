@@ -2,15 +2,15 @@
 
     python -m distributed_training.telemetry.page runs/miner
     python -m distributed_training.telemetry.page --port 8010 runs/* two/runs/*
-    python -m distributed_training page          for the miner whose settings are in this folder
+    python -m distributed_training page          for the miner whose settings are here
 
 To make it reachable from other machines, use ``--host 0.0.0.0`` and a token in ``DT_PAGE_TOKEN``.
 
-``/`` is the page, ``/history`` its data, which it requests every two seconds, and ``/metrics`` is
-for Prometheus. Only GET is allowed. Without a token, the page listens on loopback only and answers
-only requests for its own address: a web site whose name resolves to 127.0.0.1 (DNS rebinding) gets
-403. A client that holds a connection without a request, or does not read the answer, is
-disconnected: all clients share a small number of connections.
+``/`` is the page, ``/history`` is its data, which it requests every two seconds, and ``/metrics``
+is for Prometheus. Only GET is allowed. Without a token, the page listens only on loopback, and it
+answers only requests for its own address, so that a web site whose name resolves to 127.0.0.1 (DNS
+rebinding) gets 403. All clients share a small number of connections, so a client that sends no
+request, or does not read the answer, is disconnected.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ from typing import Any
 import uvicorn
 from pydantic import SecretStr
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from distributed_training.common.connections import BoundedConnection, Bounds
 from distributed_training.common.ports import listen
@@ -59,7 +61,7 @@ _STATIC = Path(__file__).parent / "static"
 _FRESH_SECONDS = 1.0  # seconds for which an answer is reused for other requests
 _NICENESS = 10  # training goes first
 _CONNECTIONS = 256  # fewer than the usual limit of open files, 1024
-_PATIENCE = 10.0  # seconds that a client has to send a request, and to continue reading
+_PATIENCE = 10.0  # seconds that a client may take to send a request, or pause while reading
 _TAKE_OVER_SECONDS = 1.0  # seconds between two attempts to take over the port
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _HOST = re.compile(rb"([A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::([0-9]{1,5}))?")
@@ -74,29 +76,32 @@ _HEADERS = {
 
 
 class History:
-    """The data of the page, read from the neurons' files on request."""
+    """The data of the page, which is read from the neurons' files on request."""
 
     def __init__(self, neurons: Sequence[NeuronState]) -> None:
         self.neurons = neurons
         self._answers: dict[str, tuple[float, bytes]] = {}  # neuron shown -> time, answer
-        self._failing: dict[str, str] = {}  # neuron -> why its files could not be read
+        self._failing: dict[str, str] = {}  # neuron -> why its files cannot be read
 
     def answer(self, shown: str) -> bytes:
-        """Return the data as JSON, with the curves of the neuron ``shown`` only, or of all."""
+        """Return the data as JSON, with the curves of the neuron ``shown``.
+
+        If no neuron has that name, the curves of all neurons are included.
+        """
         asked, now = time.monotonic(), time.time()
         shown = shown if any(shown == neuron.name for neuron in self.neurons) else ""
         at, known = self._answers.get(shown, (-math.inf, b""))
         if asked - at < _FRESH_SECONDS:
             return known
         found = [row for each in self.neurons if (row := self._read(each, shown, now)) is not None]
-        # json.dumps escapes half of a surrogate pair, which UTF-8 cannot encode. Otherwise such a
-        # half in a peer's error would leave the page empty as long as its event is recent.
+        # A peer's error may contain half of a surrogate pair, which UTF-8 cannot encode. json.dumps
+        # escapes it; otherwise the page would stay empty while the event is recent.
         content = json.dumps({"now": now, "faults": _FAULTS, "neurons": found}).encode()
         self._answers[shown] = asked, content
         return content
 
     def _read(self, neuron: NeuronState, shown: str, now: float) -> dict[str, Any] | None:
-        """Return the facts about a neuron; if its disk fails, log one line and return None."""
+        """Return what the page shows of a neuron; if its disk fails, log a line and return None."""
         try:
             neuron.poll()
             found = {**neuron.shown(), **describe(neuron, now)}
@@ -114,8 +119,8 @@ class History:
 def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
     """Return the verdict on a neuron, and the facts that the page's cards show.
 
-    ``judgement`` is None if no miner has run, as in a validator's folder. ``verdict`` is the word,
-    its cause, its colour (good, wait, bad or idle) and what to do.
+    ``judgement`` is None if no miner has run there, as in a validator's folder. ``verdict`` is the
+    word, its cause, its colour (good, wait, bad or idle) and its remedy.
     """
     facts, life = observe(neuron.folder, now), find_life(neuron.folder)
     found = judge(facts, now)
@@ -137,19 +142,18 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
 
 
 def judge_validator(neuron: NeuronState, life: Mapping[str, Any], now: float) -> tuple[str, ...]:
-    """Return the verdict on a neuron without a launcher, from its events: its network's verdict."""
+    """Return the verdict on a neuron without a launcher, such as a validator, from its events.
+
+    While a validator runs, this is the verdict on its network.
+    """
     newest = {kind: rows[-1] for kind, rows in neuron.tables.items() if rows}
     state, stop = neuron.phase, newest.get("stop", {})
     if neuron.known.mode == "finished" and "finished" in newest:
         return state, str(newest["finished"].get("reason", "")), "good", ""
     if neuron.known.mode in ("stopped", "finished"):
+        ago = span(now - (finite(stop.get("time")) or now))
         level = "bad" if stop.get("exit_status") else "idle"
-        return (
-            state,
-            f"{span(now - (finite(stop.get('time')) or now))} ago: {stop.get('reason')}",
-            level,
-            "",
-        )
+        return state, f"{ago} ago: {stop.get('reason')}", level, ""
     if life["gone"]:
         since = span(now - life["last_sign"])
         return "dead", f"no sign of life for {since}", "bad", "pm2 status, then the end of its log"
@@ -166,39 +170,8 @@ def judge_validator(neuron: NeuronState, life: Mapping[str, Any], now: float) ->
     return state, "", "good", ""  # a validator waits between its rounds
 
 
-def guard(app: ASGIApp, *, token: str) -> ASGIApp:
-    """Refuse methods other than GET, requests for another address, and wrong tokens.
-
-    With a ``token``, requests for any address are answered if they carry it: as ``Authorization:
-    Bearer``, or once as ``?token=``, after which a cookie contains it.
-    """
-
-    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # a WebSocket would pass all checks below
-            raise ValueError(f"{scope['type']} is not served")
-        request = Request(scope, receive)
-        refusal = refuse(request, token)
-        if refusal is not None:
-            await refusal(scope, receive, send)
-            return
-
-        async def with_headers(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                extra = dict(_HEADERS)
-                if token and request.query_params.get("token"):
-                    # HttpOnly: no script can read it. SameSite=Strict: it is not sent when another
-                    # web site links here.
-                    extra["set-cookie"] = f"token={token}; HttpOnly; SameSite=Strict; Path=/"
-                message["headers"] += [(k.encode(), v.encode()) for k, v in extra.items()]
-            await send(message)
-
-        await app(scope, receive, with_headers)
-
-    return guarded
-
-
 def refuse(request: Request, token: str) -> Response | None:
-    """Return the refusal of a request; None if it is to be answered."""
+    """Return the refusal of a request, or None if the request may be answered."""
     length = request.headers.get("content-length", "0")
     if "transfer-encoding" in request.headers or length != "0":
         return PlainTextResponse("a request has no body here\n", 400, _LAST)
@@ -207,13 +180,13 @@ def refuse(request: Request, token: str) -> Response | None:
     if token:
         header = request.headers.get("authorization", "").removeprefix("Bearer ")
         given = header or request.query_params.get("token") or request.cookies.get("token", "")
-        # Compare in constant time: a comparison that stops at the first wrong character would
-        # reveal how many were right.
+        # Compare in constant time. A comparison that stops at the first wrong character would
+        # reveal by its duration how many characters were right.
         if hmac.compare_digest(given.encode(), token.encode()):
             return None
         return PlainTextResponse("the token is missing or wrong: open /?token=...\n", 401)
-    # The raw bytes decide. Starlette's request.url falls back to the server's own address if the
-    # header is not a valid name, and a browser sends such names (a{b.example) for a web site.
+    # Check the raw bytes of the header. If the name in it is not valid, Starlette's request.url has
+    # the server's own address instead, and a browser does send such names (a{b.example).
     hosts = [value for name, value in request.scope["headers"] if name.lower() == b"host"]
     named = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
     if named is not None and request.scope.get("server"):
@@ -227,7 +200,7 @@ def refuse(request: Request, token: str) -> Response | None:
 # Bytes after such a request may be its body, or an attempt to smuggle in another request.
 _LAST = {"connection": "close"}
 _OTHER_ADDRESS = (
-    "without a token the page answers only at its own loopback address and port: forward the same "
+    "without a token, the page answers only at its own loopback address and port: forward the same "
     "port number (ssh -L 8010:127.0.0.1:8010), or set DT_PAGE_TOKEN\n"
 )
 
@@ -236,29 +209,47 @@ _FAULTS = {"LOCAL": "this miner could not apply the update"}  # texts for the fa
 
 
 def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
-    """Return the ASGI application for ``neurons``; see the module."""
+    """Return the ASGI application that serves ``neurons``.
+
+    It refuses methods other than GET, requests for another address, and wrong tokens. With a
+    ``token``, a request for any address is answered if it has the token: in ``Authorization:
+    Bearer``, in ``?token=``, or in the cookie that is set after that.
+    """
     data = History(neurons)
+
+    async def guard(request: Request, answer: RequestResponseEndpoint) -> Response:
+        refusal = refuse(request, token)
+        if refusal is not None:
+            return refusal
+        response = await answer(request)
+        response.headers.update(_HEADERS)
+        if token and request.query_params.get("token"):
+            # With HttpOnly, no script can read the cookie. With SameSite=Strict, a browser does not
+            # send it when another web site links here.
+            cookie = f"token={token}; HttpOnly; SameSite=Strict; Path=/"
+            response.headers["set-cookie"] = cookie
+        return response
 
     async def history(request: Request) -> Response:
         content = data.answer(request.query_params.get("shown", ""))
         return Response(content, media_type="application/json")
 
     async def metrics(request: Request) -> Response:
-        """Return the metrics; an empty text before the first figures.
+        """Return the metrics, or an empty text if the miner has not written any yet.
 
-        The miner is still starting in that case, and Prometheus sees it as up.
+        With an empty text, Prometheus counts a miner that is still starting as up.
         """
         wanted = request.query_params.get("neuron", neurons[0].name if neurons else "")
         for neuron in neurons:
             if neuron.name == wanted:
                 text, seen = b"", observe(neuron.folder, time.time())
-                # Only a miner has a launcher, and the page may run without the launcher.
+                # The page may run while the launcher does not. Only a miner has a launcher.
                 if seen.launch is not None:
                     own = MetricsRegistry()
                     away = seen.launch.state == "stopped" or (seen.gone and seen.gone.value)
                     own.set("launcher_running", float(not away))
                     text = own.text().encode()
-                # Add the metrics of the ranks and of their launcher.
+                # Add the metrics that the ranks and the launcher have written.
                 for file in ("metrics.prom", "launcher.prom"):
                     try:
                         text += (neuron.folder / file).read_bytes()
@@ -270,7 +261,7 @@ def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
         return PlainTextResponse("no such neuron\n", 404)
 
     async def failed(request: Request, error: Exception) -> Response:
-        # Starlette raises the error again, but uvicorn does not log it.
+        # Starlette raises the error again, but uvicorn would not log it.
         why = f"{type(error).__name__}: {error}"
         log.warning("The page failed to answer %.80r (%.200s)", request.url.path, why)
         return PlainTextResponse("a defect: the log has it\n", 500)
@@ -280,12 +271,15 @@ def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
         Route("/metrics", metrics),
         Mount("/", StaticFiles(directory=_STATIC, html=True)),
     ]
-    handlers = {Exception: failed}
-    return guard(Starlette(routes=routes, exception_handlers=handlers), token=token)
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(BaseHTTPMiddleware, dispatch=guard)],
+        exception_handlers={Exception: failed},
+    )
 
 
 def server(neurons: Sequence[NeuronState], *, token: str = "") -> uvicorn.Server:
-    """Return the server of the page for ``neurons``; see the module."""
+    """Return the HTTP server that serves ``neurons``."""
 
     class PageConnection(BoundedConnection):
         bounds = Bounds(most=_CONNECTIONS, of_client=_CONNECTIONS, patience=_PATIENCE)
@@ -307,7 +301,7 @@ def _print(text: str, level: int = logging.ERROR) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve the dashboard; for arguments that cannot work, print one line and return 2."""
+    """Serve the dashboard. If the arguments are not valid, print one line and return 2."""
     parser = argparse.ArgumentParser(prog="python -m distributed_training.telemetry.page")
     parser.add_argument("folders", nargs="+", type=Path, help="run folders")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
@@ -330,21 +324,15 @@ def main(argv: list[str] | None = None) -> int:
     if not of_miner and len(folders) > 1:  # runs/* may contain other files
         folders = [folder for folder in folders if is_run_folder(folder)] or folders
     try:
-        serve(
-            folders,
-            host=given.host,
-            port=given.port,
-            token=token,
-            of_miner=of_miner,
-            send_line=send_line,
-        )
+        where = {"host": given.host, "port": given.port, "of_miner": of_miner}
+        serve(folders, token=token, send_line=send_line, **where)
     except ConfigError as error:
         send_line(f"error: {error}", logging.ERROR)
         return ExitStatus.BAD_CONFIGURATION
-    except OSError as error:  # the disk may come back, so do not exit with a final status
-        send_line(f"the page cannot begin ({error}): check the run folder's disk", logging.ERROR)
+    except OSError as error:  # the disk may come back, so this exit status allows a restart
+        send_line(f"the page cannot start ({error}): check the run folder's disk", logging.ERROR)
         return ExitStatus.FAULT
-    except KeyboardInterrupt:  # uvicorn raises pm2's signal or Ctrl-C again when it ends
+    except KeyboardInterrupt:  # when uvicorn ends, it raises the signal of pm2 or Ctrl-C again
         pass
     return ExitStatus.STOPPED
 
@@ -360,16 +348,14 @@ def serve(
 ) -> None:
     """Serve the page for ``folders`` until a signal stops it. Raises ConfigError, OSError.
 
-    ``of_miner``: host and port are settings of a miner, whose folder may not exist yet; the page
-    waits if the address is in use or does not exist yet. A launcher's page ends with the miner, and
-    a separate page that was waiting takes over the port.
+    With ``of_miner``, host and port are the settings of a miner, whose folder may not exist yet,
+    and the page waits while the address is in use or does not exist yet. So when a miner ends and
+    with it the page of its launcher, a separate page that was waiting takes over the port.
     """
     flags = "--neuron.page_" if of_miner else "--"
     for folder in folders:
-        if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"{folder} is no folder, so nothing is served: give run folders")
-        if not (of_miner or folder.exists()):
-            raise ConfigError(f"{folder} does not exist, so nothing is served: give run folders")
+        if not folder.is_dir() and (folder.exists() or not of_miner):
+            raise ConfigError(f"{folder} is not a folder, so nothing is served: give run folders")
     check_address(host, port, token, flags)
     shown, told, listener = f"[{host}]" if ":" in host else host, False, None
     while listener is None:
@@ -389,27 +375,25 @@ def serve(
             time.sleep(_TAKE_OVER_SECONDS)
     os.nice(_NICENESS)
     limit_resources()  # a file stays open for each folder
-    # Read the files after listening: it takes seconds, and a port in use should be reported first.
+    # Reading the files takes seconds, so first listen, and report a port that is in use.
     names = [folder.name for folder in folders]
-    neurons = [
-        NeuronState(
-            folder, name=folder.name if names.count(folder.name) == 1 else str(folder)
-        ).catch_up()
-        for folder in folders
-    ]
+    neurons = []
+    for folder in folders:
+        name = folder.name if names.count(folder.name) == 1 else str(folder)
+        neurons.append(NeuronState(folder, name=name).catch_up())
     send_line(f"page: http://{shown}:{listener.getsockname()[1]}/", logging.INFO)
     server(neurons, token=token).run(sockets=[listener])
 
 
 _MAY_COME = {
-    errno.EADDRINUSE: "is taken ({}), maybe by another page of this miner",
-    # A VPN with this address may come up later.
-    errno.EADDRNOTAVAIL: "is no address of this machine yet ({})",
+    errno.EADDRINUSE: "is in use ({}), maybe by another page of this miner",
+    # This may be the address of a VPN that comes up later.
+    errno.EADDRNOTAVAIL: "is not an address of this machine yet ({})",
 }
 
 
 def check_address(host: str, port: int, token: str, flags: str) -> None:
-    """Raise ConfigError if the address is not valid, or needs a token that is missing."""
+    """Raise ConfigError if the address is not valid, or needs a token but there is none."""
     try:
         loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
