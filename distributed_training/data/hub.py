@@ -54,7 +54,7 @@ class HubSource(ParquetSource):
     ) -> None:
         name = settings.dataset
         if not _NAME.fullmatch(name):
-            raise NothingToRead(f"data.dataset {name!r:.100} is no OWNER/NAME of a dataset")
+            raise NothingToRead(f"data.dataset {name!r:.100} is not the OWNER/NAME of a dataset")
         self._hub = HfFileSystem(endpoint=hub, skip_instance_cache=True)
         with _asking(f"{name} at {hub}"):
             self.revision = settings.revision or str(HfApi(endpoint=hub).dataset_info(name).sha)

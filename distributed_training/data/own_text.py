@@ -89,7 +89,7 @@ class OwnText:
         if not self._files:
             first = f" ({self.left_out[0]})" if self.left_out else ""
             given = " ".join(settings.own_text)
-            raise ConfigError(_refusal(f"no file of {given} holds text{first}"))
+            raise ConfigError(_refusal(f"no file of {given} contains text{first}"))
         self._ends = list(itertools.accumulate(sizes))
         self.units = -(-self._ends[-1] // self._unit)
 

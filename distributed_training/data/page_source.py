@@ -179,7 +179,7 @@ class StdlibSource:
             below = Path(folder).relative_to(self._folder)
             found += [(below / name).as_posix() for name in names if name.endswith(".py")]
         if not found:
-            raise PageUnavailable(f"{self._folder} holds no Python sources")
+            raise PageUnavailable(f"{self._folder} contains no Python sources")
         # Sort the paths, because every process must give the rows the same numbers, but os.walk
         # uses the order of the disk.
         return sorted(found, key=lambda path: path.split("/"))

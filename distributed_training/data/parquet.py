@@ -137,7 +137,7 @@ class FolderSource:
             others = next((path.suffix for path in self._files()), None)
             kind = PageUnavailable if others is None else NothingToRead
             found_are = f", only others such as *{others}" if others else ""
-            raise kind(f"{self._folder} holds no {' or '.join(self.suffixes)} files{found_are}")
+            raise kind(f"{self._folder} contains no {' or '.join(self.suffixes)} files{found_are}")
         return found
 
     def _files(self) -> list[Path]:

@@ -92,8 +92,8 @@ def check_folder(spec: SourceSpec) -> None:
     """Raise ConfigError if the folder of ``--data.source`` does not exist."""
     if spec.folder is not None and not spec.folder.is_dir():
         raise ConfigError(
-            f"--data.source {spec.text}: {spec.folder} is no folder, so there is nothing to train "
-            "on: correct the path"
+            f"--data.source {spec.text}: {spec.folder} is not a folder, so there is nothing to "
+            "train on: correct the path"
         )
 
 

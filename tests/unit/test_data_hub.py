@@ -121,7 +121,7 @@ def test_only_the_named_folder_of_a_dataset_is_read(mirror: Path) -> None:
         with pytest.raises(NothingToRead, match="has no Parquet files"):
             source(hub, folder="nowhere")
         for name in ("../../secret/x", "alone"):
-            with pytest.raises(NothingToRead, match="is no OWNER/NAME of a dataset"):
+            with pytest.raises(NothingToRead, match="is not the OWNER/NAME of a dataset"):
                 source(hub, dataset=name)
         with pytest.raises(NothingToRead, match="the hub has no such dataset"):
             source(hub, dataset="some/other")

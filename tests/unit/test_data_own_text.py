@@ -156,7 +156,7 @@ def test_a_bad_file_is_one_line_at_the_start(
     (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert line.startswith("Own text: 1 files, 0.0 MB; 1 left out, first ") and str(bad) in line
     (tmp_path / "good").unlink()
-    with pytest.raises(ConfigError, match=f"no file of {tmp_path} holds text"):
+    with pytest.raises(ConfigError, match=f"no file of {tmp_path} contains text"):
         require_own_text(data(tmp_path))
 
 

@@ -39,10 +39,10 @@ ROWS = [f"row {i} " + "x" * (i % 17) for i in range(500)]
 
 
 def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         Source(DataSettings(source=f"parquet:{tmp_path / 'nowhere'}"))
     late = Source(DataSettings(source=f"parquet:{tmp_path}"))  # as if its disk were not mounted yet
-    with pytest.raises(PageUnavailable, match=r"holds no \.parquet files"):
+    with pytest.raises(PageUnavailable, match=r"contains no \.parquet files"):
         late.num_rows()
     pq.write_table(pa.table({"text": ROWS}), tmp_path / "0.parquet")
     assert late.num_rows() == {"root": 500}

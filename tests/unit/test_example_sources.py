@@ -93,7 +93,7 @@ def test_a_folder_without_rows_leaves_the_block_empty_and_says_why(
     (tmp_path / "data").mkdir()
     prepared = BlockMaker(spec(tokenizer, tmp_path, f"{kind}:{tmp_path / 'data'}")).prepare(1)
     assert prepared.sequences == 0
-    assert f"holds no .{kind if kind != 'text' else 'txt'}" in prepared.missing[0]
+    assert f"contains no .{kind if kind != 'text' else 'txt'}" in prepared.missing[0]
 
 
 def make_shards(folder: Path, tokenizer: tuple[Path, int], count: int = 3) -> list[np.ndarray]:
@@ -164,7 +164,7 @@ def mix_of(folder: Path, content: str) -> str:
         ("stdlib = true", "does not give each source"),
         ("stdlib", "cannot be read"),
         ("fineweb = 1", "--data.source fineweb"),
-        ('"parquet:/nowhere" = 1', "is no folder"),
+        ('"parquet:/nowhere" = 1', "is not a folder"),
     ],
 )
 def test_a_mix_that_is_none_is_one_line(
@@ -211,4 +211,4 @@ def test_a_mixture_trains_on_both_and_continues_without_a_source_that_is_down(
     assert 0.6 < np.mean(letters[0]) < 0.9 and 0.1 < np.mean(letters[1]) < 0.4
     (tmp_path / "b" / "x.jsonl").unlink()
     prepared = BlockMaker(spec(tokenizer, tmp_path / "2", source)).prepare(3)
-    assert prepared.sequences > 0 and any("holds no .jsonl" in line for line in prepared.missing)
+    assert prepared.sequences > 0 and any("contains no .jsonl" in line for line in prepared.missing)

@@ -285,7 +285,7 @@ def test_no_network_is_founded_on_text_that_no_miner_can_read(
 ) -> None:
     data = tmp_path / "data"
     data.mkdir()
-    words = "holds no .parquet files, only others such as *.fa"
+    words = "contains no .parquet files, only others such as *.fa"
     (data / only).write_text(">1\nACGT\n" * 99)
     if only == "0.parquet":
         rows, words = pa.schema([("text", pa.string())]), "no text in the column 'text'"
