@@ -113,7 +113,7 @@ def join(options: argparse.Namespace, words: Sequence[str]) -> int:
     config, _ = enter(options.folder, words)
     here = Path.cwd()
     # If members train on text of their own and no setting names it, a script may read it instead.
-    by_script = config.data.own and not config.data.own_text and not config.averages
+    by_script = config.data.own and not config.data.own_text and not config.takes_ports
     status = doctor.main(["--script"] if by_script else [])
     # Some of the doctor's checks fail if the network has not begun yet.
     when = "once nothing fails, start the miner with" if status else "start the miner with"
@@ -156,13 +156,13 @@ def enter(
     config.run_folder.mkdir(parents=True, exist_ok=True)
     save_copy(config.network, config.run_folder)
     if not OPERATORS_FILE.exists():
-        write_bytes(OPERATORS_FILE, _toml_of(given, ports=config.averages).encode())
+        write_bytes(OPERATORS_FILE, _toml_of(given, ports=config.takes_ports).encode())
     with atomic_file(_DOTENV, private=True) as file:
         file.write(_dotenv_with(variables).encode())
     here = Path.cwd()
     secrets = "keys" if config.has_bucket else "invitation"
     print(f"{config.network.line}\nsettings {here / OPERATORS_FILE}, {secrets} {here / _DOTENV}")
-    if not config.averages:
+    if not config.takes_ports:
         print(
             "your own script can join from here too: distributed_training.model_config() returns "
             "the model's config.json (docs/join-a-script.md)"

@@ -164,6 +164,11 @@ class Config(AllSettings):
         return self.rounds.exchange == "hivemind"
 
     @property
+    def takes_ports(self) -> bool:
+        """True if the members of this network connect to each other's machines."""
+        return self.averages
+
+    @property
     def tokens_of_step(self) -> int:
         """The number of tokens in one miner's inner step."""
         training = self.training

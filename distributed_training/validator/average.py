@@ -20,6 +20,7 @@ import torch
 from distributed_training.chain.base import Neuron
 from distributed_training.common.files import sha256_of
 from distributed_training.common.processes import ChildProcess
+from distributed_training.config import Config
 from distributed_training.exchange.hivemind import (
     HANGS,
     NO_FAULT,
@@ -42,6 +43,11 @@ from distributed_training.validator.store_rounds import StoreValidator
 log = logging.getLogger(__name__)
 
 _ALIKE = 0.01  # largest norm of the difference from the merge, as a fraction of the merge's norm
+
+
+def kind_of_validator(config: Config) -> type[StoreValidator]:
+    """Return the class of this network's validator."""
+    return AveragingValidator if config.averages else StoreValidator
 
 
 class AveragingValidator(StoreValidator):

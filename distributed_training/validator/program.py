@@ -69,7 +69,7 @@ from distributed_training.training.model import (
 from distributed_training.training.outer_rule import rule_of_network
 from distributed_training.training.pretrained import WeightsError, digest_weights, read_weights
 from distributed_training.training.weights import GlobalState
-from distributed_training.validator.average import AveragingValidator
+from distributed_training.validator.average import kind_of_validator
 from distributed_training.validator.exports import Exports
 from distributed_training.validator.global_state import (
     GlobalStateError,
@@ -266,8 +266,7 @@ def build(
     stack.enter_context(open_trackers(config.telemetry, folder, name=name))
     exports = Exports(config, folder, record=record)
     stack.callback(exports.close)
-    validator = AveragingValidator if config.averages else StoreValidator
-    return validator(
+    return kind_of_validator(config)(
         config=config,
         state=state,
         found=found,
