@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from distributed_training import status_command as status
-from distributed_training.telemetry.facts import FACTS_FILE, Facts, Launch
+from distributed_training.telemetry.facts import FACTS_FILE
 from distributed_training.telemetry.neuron_state import COLUMNS, NeuronState
 from distributed_training.telemetry.page.__main__ import describe as describe_page
 from distributed_training.telemetry.verdict import Verdict
 from tests.tools.miner_states import STATES, make_miner, step_fields
+from tests.tools.mutations import mutated
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -157,70 +156,23 @@ def test_without_a_folder_the_miners_of_this_machine_are_found(
     assert status.main([]) == 3
 
 
-NUMBERS = st.one_of(st.integers(), st.floats(), st.just(10**400), st.booleans())
-VALUES = st.recursive(
-    st.one_of(st.none(), NUMBERS, st.text(max_size=8)),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(st.sampled_from(["value", "at", "state", "fate", "x"]), inner, max_size=3),
-    ),
-    max_leaves=6,
-)
-KINDS = st.sampled_from(["step", "verdict", "publication", "round", "stop", "refused", "x"])
-FIELDS = st.sampled_from(
-    ["time", "loss", "tokens", "seconds", "tokens_per_second", "verdict", "ok", "outer_step"]
-)
-EVENTS = st.lists(
-    st.one_of(
-        st.builds(
-            lambda kind, more: {**more, "kind": kind}, KINDS, st.dictionaries(FIELDS, VALUES)
-        ),
-        st.dictionaries(st.text(max_size=4), VALUES, max_size=3),
-    ),
-    max_size=6,
-)
-LAUNCHES = st.one_of(
-    st.dictionaries(st.sampled_from([*vars(Launch()), "new"]), VALUES), VALUES, st.binary()
-)
-
-
-@pytest.fixture(scope="module")
-def miner(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_miner(tmp_path_factory.mktemp("miner"), "counts")
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    events=EVENTS,
-    changed=st.dictionaries(st.sampled_from([*vars(Facts()), "new"]), VALUES, max_size=3),
-    launcher=st.none() | LAUNCHES,
-    stage=st.none() | LAUNCHES,
-    cut=st.integers(0, 40),
-    jump=st.sampled_from([0.0, -1e5, 3600.0, 1e8, -1.7e9]),
-)
-def test_no_folder_content_and_no_clock_ends_a_reader(
-    miner: Path, events: list[Any], changed: dict[str, Any], launcher: Any, stage: Any, cut: int,
-    jump: float,
-) -> None:  # fmt: skip
-    files = [miner / name for name in (FACTS_FILE, "launcher.json", "stage.json")]
-    before = [path.read_bytes() if path.exists() else None for path in files]
-    changed = {**json.loads(before[0] or b""), **changed}
-    try:
-        for path, content in zip(files, (changed, launcher, stage), strict=True):
-            if content is not None:
-                data = content if isinstance(content, bytes) else json.dumps(content).encode()
-                path.write_bytes(data[: len(data) - max(0, cut - 30)])
-        written = "".join(json.dumps(event) + "\n" for event in events).encode()
-        (miner / "events.jsonl").write_bytes(written[: len(written) - cut])
+def test_no_folder_content_and_no_clock_ends_a_reader(tmp_path: Path) -> None:
+    """Each case damages one file of the run folder, and sets the clock forward or back."""
+    miner = make_miner(tmp_path, "counts")
+    events = miner / "events.jsonl"
+    events.write_bytes(b"".join(events.read_bytes().splitlines(keepends=True)[-30:]))
+    honest = {path: path.read_bytes() for path in (miner / FACTS_FILE, *miner.glob("*.json*"))}
+    assert {"events.jsonl", "launcher.json"} <= {path.name for path in honest}
+    for case in range(200):
+        draw = random.Random(case)
+        path = draw.choice([*honest])
+        path.write_bytes(mutated(draw, path.name, honest[path]))
+        now = time.time() + draw.choice((0.0, -1e5, 3600.0, 1e8, -1.7e9))
         neuron = NeuronState(miner).catch_up(at_most=2**20)
-        json.dumps({**neuron.shown(), **describe_page(neuron, time.time() + jump)})
-        row = status.describe(neuron, time.time() + jump)
-        assert row["status"] in (0, 1, 3) and row["verdict"] in list(Verdict)
+        json.dumps({**neuron.shown(), **describe_page(neuron, now)})
+        row = status.describe(neuron, now)
+        assert row["status"] in (0, 1, 3) and row["verdict"] in list(Verdict), case
         json.dumps(row, allow_nan=False)
         for shown in (status.text_of(row), status.table_of([row, row]), status.line_of(row)):
-            assert all(c.isprintable() or c == "\n" for c in shown)
-    finally:
-        for path, content in zip(files, before, strict=True):
-            path.unlink(missing_ok=True)
-            if content is not None:
-                path.write_bytes(content)
+            assert all(c.isprintable() or c == "\n" for c in shown), case
+        path.write_bytes(honest[path])
