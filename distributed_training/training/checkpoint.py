@@ -40,7 +40,7 @@ from distributed_training.common.backoff import Repeats
 from distributed_training.common.files import read_json_object, sha256_of, sync_folder, write_json
 from distributed_training.protocol.types import Progress, RankFailedError, Schema
 
-from .collectives import RowStream, enter_thread, row_range
+from .collectives import Result, RowStream, enter_thread, row_range
 from .copies import BackgroundWrite, write_safetensors
 from .held_weights import HeldWeights
 from .inner_optimizer import checkpoint_key, may_lack_rows
@@ -68,7 +68,7 @@ def manifest_of(path: Path) -> dict[str, Any]:
     """Read and verify a manifest. Raises CheckpointError if it is missing or damaged."""
     content = read_json_object(path)
     if content is None:
-        raise CheckpointError(f"{path.name} is missing or damaged")
+        raise CheckpointError(f"it is incomplete, since {path.name} is missing or damaged")
     digest = content.pop(DIGEST, None)
     if digest != manifest_digest(content) or content.get("format") != FORMAT:
         raise CheckpointError(
@@ -141,18 +141,8 @@ class Parts:
         self._folder, self._name = folder, name
         self._schema, self._stream, self._layout = schema, stream, stream.layout
         self._files: dict[int, dict[str, Any]] = {}  # part -> the open file of each tensor, by name
-        found, problem = None, "it is incomplete"
-        try:
-            found = next(manifests_in(folder / name), None)
-        except DAMAGE as error:
-            problem = in_words(error)
-        # Let every rank take part before any of them raises: otherwise the others would hang in the
-        # next collective.
-        everywhere = stream.all_gather((found, problem))
-        manifests = [manifest for manifest, _ in everywhere if manifest is not None]
-        if len(manifests) < len(everywhere):
-            raise CheckpointError(next(why for manifest, why in everywhere if manifest is None))
-        self.manifest = manifests[0]  # the state is the same in all manifests
+        manifest = self._on_all(lambda: manifest_of(folder / name / "rank-0.json"))
+        self.manifest = stream.from_rank_0(manifest)  # the state is the same in all manifests
         self._count = int(self.manifest["world_size"])
         replicas = self.manifest.get("replicas", 1)
         #: Whether each rank also gets back the state that only this rank had.
@@ -162,39 +152,40 @@ class Parts:
         shard = self._layout.shard
         parts = {part for _, shape in schema for part, _, _ in self._pieces(shape[0])}
         parts |= {shard} if self.exact else set()
-        problems = [self._problem(part) for part in sorted(parts or {0})]
-        kinds = {_kind(key) for files in self._files.values() for key in files if _kind(key)}
-        answers = stream.all_gather((problems, kinds))
-        for found_problems, _ in answers:
-            for problem in filter(None, found_problems):
-                raise CheckpointError(problem)
-        self._kinds = set().union(*(kinds for _, kinds in answers))
+        found = self._on_all(
+            lambda: {kind for part in sorted(parts or {0}) for kind in self._open_part(part)}
+        )
+        self._kinds = set().union(*stream.all_gather(found))
 
-    def _problem(self, part: int) -> str | None:
-        """Open ``part`` in this machine's folder; return what is wrong if that fails."""
+    def _on_all(self, read: Callable[[], Result]) -> Result:
+        """Run ``read()`` on all ranks. Raises CheckpointError on all alike if files are damaged."""
+        problem = None
         try:
-            folder = self._folder / self._name
-            if not (folder / f"rank-{part}.json").exists():
-                raise CheckpointError(
-                    f"it is incomplete: the miner stopped while writing it, or the disk lost "
-                    f"rank-{part}.json"
-                )
-            files = {
-                key: file
-                for file in (_open(folder, part), _open(self._epoch, part))
-                for key in file.keys()  # noqa: SIM118
-            }
-            for kind in {_kind(key) for key in files if _kind(key)}:
-                for name, shape in self._schema:
-                    first, last = row_range(shape[0], self._count, part)
-                    found = files[f"{kind}/{name}"].get_slice(f"{kind}/{name}").get_shape()
-                    lacks = may_lack_rows(kind) and found == [0, *shape[1:]]
-                    if found != [last - first, *shape[1:]] and not lacks:
-                        raise CheckpointError(f"{name} has another shape: it is from another model")
-            self._files[part] = files
+            result = read()
         except DAMAGE as error:
-            return in_words(error)
-        return None
+            problem = in_words(error)
+        # Let every rank take part before any of them raises: otherwise the others would hang in the
+        # next collective.
+        self._stream.raise_if_any(problem, CheckpointError)
+        return result
+
+    def _open_part(self, part: int) -> set[str]:
+        """Open this machine's files of ``part``; return the kinds of state in them."""
+        files = {
+            key: file
+            for file in (_open(self._folder / self._name, part), _open(self._epoch, part))
+            for key in file.keys()  # noqa: SIM118
+        }
+        kinds = {_kind(key) for key in files if _kind(key)}
+        for kind in kinds:
+            for name, shape in self._schema:
+                first, last = row_range(shape[0], self._count, part)
+                found = files[f"{kind}/{name}"].get_slice(f"{kind}/{name}").get_shape()
+                lacks = may_lack_rows(kind) and found == [0, *shape[1:]]
+                if found != [last - first, *shape[1:]] and not lacks:
+                    raise CheckpointError(f"{name} has another shape: it is from another model")
+        self._files[part] = files
+        return kinds
 
     def _pieces(self, rows: int) -> list[tuple[int, int, int]]:
         """Locate this rank's rows: the part, the first row in it and one past the last."""
