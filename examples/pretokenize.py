@@ -417,7 +417,7 @@ def make_all(plan: Plan, out: Path, units: list[Unit], processes: int) -> Iterat
     ) as pool:
         try:
             while True:
-                # Do not submit all units at once: so many futures would fill the memory.
+                # Do not submit all units at once, because their futures would fill the memory.
                 while len(waiting) < 4 * processes and (unit := next(todo, None)) is not None:
                     waiting.add(pool.submit(_make, unit))
                 if not waiting:
