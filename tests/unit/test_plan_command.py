@@ -127,23 +127,11 @@ def test_host_memory_holds_each_process_its_workers_and_a_frozen_base(
         assert 40 <= each <= 48, (lora, each)
 
 
-#: For all parameters trained and uploaded to the store in 4 bits; links in bytes per second.
-FORMULAS = """
-tokens_per_second = 0.4 * peak * gpus / (6 * parameters)
-step_seconds = batch * length / tokens_per_second
-sent = received = 0.5 * parameters + 4 * parameters / 256
-upload_seconds = sent / link_up
-update_seconds = received / link_down
-validator_host_bytes = 28 * parameters + 1e9
-validator_device_bytes = 4.5 * parameters + 16 * length * vocabulary
-validator_receives = members * sent
-days = tokens / (members * tokens_per_second) / 86400
-dollars_a_day = 24 * price * gpus
-dollars = days * dollars_a_day * members
-"""
-
-
-def test_the_plan_follows_its_formulas(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_follows_the_formulas_of_the_documents(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "requirements.md").read_text()
+    (block,) = re.findall(r"```python\n(tokens_per_second.*?)```", text, re.DOTALL)
     found, rules = plan(capsys, *GIVEN), TrainingSettings()
     names = {
         "peak": CARDS["h100"].peak,
@@ -156,8 +144,8 @@ def test_the_plan_follows_its_formulas(capsys: pytest.CaptureFixture[str]) -> No
         "vocabulary": ModelShape.from_config(named_config("4b")).vocab,
         **{name: found[name] for name in ("parameters", "tokens", "price")},
     }
-    exec(FORMULAS, names)
-    for name in re.findall(r"^(\w+) =", FORMULAS, re.MULTILINE):
+    exec(block, names)
+    for name in re.findall(r"^(\w+) =", block, re.MULTILINE):
         assert names[name] == pytest.approx(found[name], rel=1e-6), name
 
 
