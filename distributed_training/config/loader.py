@@ -197,6 +197,8 @@ def parser_of(known: Schema) -> Parser:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--version", action="version", version=__version__)
+    # Files and notes of operators name it; it was the help that showed every flag.
+    parser.add_argument("--help_all", action="help", help=argparse.SUPPRESS)
     for group, found in groupby(known.flags, key=lambda setting: setting.group):
         arguments = parser.add_argument_group(TITLES[group])
         for setting in found:

@@ -114,3 +114,9 @@ def test_a_preset_in_the_environment_is_named() -> None:
     assert config.warnings == (
         "no settings any more, without effect, and can be taken out: DT_PRESET",
     )
+
+
+def test_the_former_name_of_help_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load("--help-all")
+    assert ended.value.code == 0 and "--neuron.upload_steps" in capsys.readouterr().out
