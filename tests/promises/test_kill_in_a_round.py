@@ -32,7 +32,7 @@ SECONDS = 120.0
 PHASES = {
     "": (
         "telemetry/verdict telemetry/facts miner/build miner/network_watch common/files "
-        "common/processes chain/base node/identity "
+        "common/processes data/block_builder chain/base node/identity "
         # These run every 15 s, for the metrics file and the verdict.
         "exchange/store_rounds protocol/network_report"
     ),

@@ -148,8 +148,7 @@ def test_clocks_that_are_apart_are_named_and_nothing_is_lost(
         )
         with monkeypatch.context() as wrong:
             wrong.setattr("distributed_training.chain.auth.time", ours)
-            wrong.setattr("distributed_training.chain.registry.time", ours)
-            with pytest.raises(ChainError, match=r"clock is [+-]600 s from .*timedatectl"):
+            with pytest.raises(ChainError, match=r"600 s (before|after) .*timedatectl"):
                 founder.commit("x" * 128)
         founder.commit("y" * 128)
         assert founder.commitment(VALIDATOR.ss58) == "y" * 128
