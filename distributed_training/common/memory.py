@@ -215,6 +215,7 @@ class Arrangement:
     loss_chunk: int = LOSS_CHUNK
     moments: float = 2  # tensors that the inner optimizer keeps per parameter, on average
     workers: int = 0  # data workers of all ranks together
+    averages: bool = False  # over hivemind, in a peer process
 
 
 # Fraction of the device's memory to use; the rest is for the allocator and other libraries.
@@ -280,7 +281,7 @@ def host_memory(shape: ModelShape, how: Arrangement) -> int:
     from. With AdamW offloaded, 8 more, or 10.6 on a GPU with the shapes of public models: there
     torch pins each tensor in a block whose size is a power of two. For another inner optimizer,
     here and below, 4 for each tensor that it keeps replaces AdamW's 8.
-    *Averaging* 4: one value per parameter in the peer process of a network over hivemind.
+    *Averaging* 8, only in the peer process of a network over hivemind (bench.average measures it).
     *Temporarily* 16: a checkpoint's copies of the weights, AdamW's two moments and the residual,
     while they are written. Applying an update takes 12 (the next outer step's start, the next
     residual and the new weights), and 4 more if a roll-back has lost the values that the upload was
@@ -299,7 +300,8 @@ def host_memory(shape: ModelShape, how: Arrangement) -> int:
         pinned = sum(how.world_size * 4 * 2 ** (size - 1).bit_length() for size in sizes)
         moments = how.moments * (pinned if how.cuda else 4 * n)
     passing = (8 + 4 * how.moments) * n
-    return round(16 * n + moments + passing + on_device) + how.workers * WORKER_BYTES
+    kept = (12 + 8 * how.averages) * n
+    return round(kept + moments + passing + on_device) + how.workers * WORKER_BYTES
 
 
 def disk_space(shape: ModelShape, *, keep_checkpoints: int, moments: float = 2) -> int:

@@ -242,6 +242,8 @@ def test_the_example_of_three_sites_has_the_values_that_init_and_dt_plan_print(
             for name in ("an inner step of 131,072 tokens", "inner steps in a round of 12 minutes")
         )
         assert f"  {step} (" in said and f"  {steps} inner steps" in said
+        memory = rows["host memory; disk"][column].partition(" GB")[0]
+        assert re.search(f"host memory, disk +{memory} GB", said)
         hours, dollars = rows["the whole training"][column].split(", ")
         assert f"  {hours}, {dollars.removesuffix(' dollars')} $ of all members" in said
     three = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28}
