@@ -33,7 +33,7 @@ from distributed_training.common.memory import (
 )
 from distributed_training.config import ConfigError, exit_with, rules_at
 from distributed_training.config.loader import Parser, argument, import_named, ranged
-from distributed_training.config.settings import RoundSettings, TrainingSettings
+from distributed_training.config.settings import RoundSettings, StoreSettings, TrainingSettings
 from distributed_training.config.types import Text, no_such_kind
 from distributed_training.protocol.growth import (
     TOKENS_A_PARAMETER,
@@ -110,7 +110,9 @@ def figures(options: argparse.Namespace) -> dict[str, Any]:
         "grace": grace,
         "fits": device <= MARGIN * machine.card.memory * 1e9,
         "in_time": upload <= grace <= period / 3,
-        "step_seconds": training.local_batch_size_train_effective * length / speed,
+        "step_seconds": (seconds := training.local_batch_size_train_effective * length / speed),
+        "least_steps": (least_steps := rules.store.minimum_valid_inner_step),
+        "fast_enough": period / seconds >= least_steps,
         "tokens_per_second": speed,
         "device_bytes": device,
         # All ranks read the file of a frozen base through host memory; a script loads it there.
@@ -145,7 +147,8 @@ def lines(plan: dict[str, Any], options: argparse.Namespace) -> Iterator[tuple[s
     host, disk = plan["host_bytes"] / 1e9, plan["disk_bytes"] / 1e9
     yield "host memory, disk", f"{host:.0f} GB, {disk:.0f} GB and up to 10 of data on each machine"
     steps, tokens = period / plan["step_seconds"], period * plan["tokens_per_second"]
-    yield "an outer step", f"{steps:,.0f} inner steps, {amount(tokens)} tokens per member"
+    slow = "" if plan["fast_enough"] else f": an upload needs {plan['least_steps']} inner steps"
+    yield "an outer step", f"{steps:,.0f} inner steps, {amount(tokens)} tokens per member{slow}"
     yield "bytes of it", f"sends {size(plan['sent'])}, receives {size(plan['received'])}"
     late = "" if plan["in_time"] else ": too late to be merged; a longer --set round.period helps"
     yield "upload", f"{plan['upload_seconds']:,.0f} s of {plan['grace']:,.0f} s grace{late}"
@@ -219,7 +222,9 @@ def _rules_of(options: argparse.Namespace) -> tuple[Any, ModelShape, str]:
     else:
         given, count = f"--model {options.model}", None
         rules = SimpleNamespace(
-            training=TrainingSettings(), rounds=RoundSettings(codec=options.codec)
+            training=TrainingSettings(),
+            rounds=RoundSettings(codec=options.codec),
+            store=StoreSettings(),
         )
     try:
         if options.network is None:
@@ -282,9 +287,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_with(error)
     except UnknownKindError as error:
         return exit_with(no_such_kind(error, key="round.codec", done="planned"))
+    status = 0 if plan["fits"] and plan["in_time"] and plan["fast_enough"] else 1
     if options.json:
         print(json.dumps(plan))
-        return 0 if plan["fits"] and plan["in_time"] else 1
+        return status
     down, up = options.link
     how = "through the store" if plan["exchange"] == "store" else "over hivemind too"
     part = f", {amount(plan['trained'])} trained" if plan["trained"] < plan["parameters"] else ""
@@ -297,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
         print(f"{name.ljust(width)}  {text}")
-    return 0 if plan["fits"] and plan["in_time"] else 1
+    return status
 
 
 if __name__ == "__main__":
