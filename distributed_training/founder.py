@@ -398,7 +398,7 @@ def run(folder: Path, *, take_over: bool = False, script: Path | None = None) ->
                 return status
             say(f"the {name} did not answer in {_READY.total_seconds():.0f} s, so everything stops")
             return ExitStatus.FAULT
-        # The validator is still loading meanwhile.
+        # The validator is still loading at this point.
         if _REGISTRY in plan.words:
             _invite(plan, config.network)
         return running.follow()

@@ -318,7 +318,7 @@ def run(
         reached = [m.state.outer_step for m in subnet.miners]
     for kind, phase in set(cells) - {(kill.kind, kill.phase) for kill in outcome.kills}:
         outcome.problems.append(f"no {kind} could be killed in {phase}")
-    if set(reached) != {step}:  # another round came before the stop
+    if set(reached) != {step}:  # another outer step was taken before the stop
         outcome.problems.append(f"the miners stand at outer steps {reached}, not {step}")
     outcome.problems += [*_unwell(outcome), *subnet.problems]
     outcome.problems += [f"left behind: {p}" for p in there if is_running(p)]

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _PER_TOKEN, LONGEST = 64, 2**21
 _BATCH = 2**20
 EOS = "<eos>"
-#: The next multiple of 8 above the 257 ids of the 256 bytes and EOS.
+#: The 257 ids (256 bytes and EOS), rounded up to a multiple of 8.
 BYTE_VOCABULARY = 264
 
 

@@ -52,7 +52,7 @@ def open_exchange(
     """
     kind: Callable[..., StoreRounds] = StoreRounds
     if config.averages:
-        # Import it only here, so that a member of a store network loads nothing for hivemind.
+        # Import it only here, so that members of a store network load nothing of hivemind.
         from .hivemind import HivemindRounds, Membership
 
         master = config.miner.master_ss58_address

@@ -136,7 +136,7 @@ class StoreRounds:
         self._reported: dict[str, str] = {}
         self._to_send: deque[Close] = deque(maxlen=1)
         self._sending: tuple[Close, Uplink, threading.Thread] | None = None
-        self._tidies = False  # whether the sending has ended, and past uploads are being deleted
+        self._tidies = False  # whether the upload was sent, so that past uploads are deleted
         self._progress = Uplink()  # uplink of the last progress upload
         self._wake = threading.Event()
         self._closed = threading.Event()
@@ -416,7 +416,7 @@ class StoreRounds:
             log.exception("Unexpected error while tidying up after an upload; please report it")
 
     def _post_close(self) -> None:
-        """Post the close once, while it lasts, if we have the weights that it is for."""
+        """Post the close once, while it is open, if we have the weights that it applies to."""
         state, close = self._state, self.next_close
         if state is None or close is None or state.finished or state.outer_step != self._held:
             return

@@ -246,7 +246,7 @@ def stop_together(children: Sequence[Child], grace: timedelta) -> list[str]:
 class ObjectStoreServer(Child):
     """SeaweedFS as a child; its objects are in ``folder`` and survive a restart.
 
-    As a context manager, it is started and ready inside the block, and stopped at its end.
+    As a context manager, the store runs inside the block and is stopped when the block ends.
     """
 
     def __init__(self, folder: Path) -> None:

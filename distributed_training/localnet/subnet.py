@@ -249,7 +249,7 @@ class LocalSubnet:
         # What has happened so far
         self.started_at = time.time()
         self.problems: list[str] = []
-        self.strays: list[str] = []  # processes that outlived their parent, which should end them
+        self.strays: list[str] = []  # processes that outlived the parent that should end them
         self._stopped = False
         self._next_turn = 0.0  # monotonic time from which the next miner need not wait to start
 

@@ -185,7 +185,7 @@ def announce(member: Member, ip: str, port: int, peer: str = "") -> None:
 
     def shown() -> bool:
         if member.announced != [mine]:
-            return True  # there is a newer endpoint now, and another thread writes it
+            return True  # a newer endpoint has replaced it, and another thread writes that one
         me = find(member.chain.neurons(), member.hotkey)
         return me is not None and (me.ip, me.port, me.peer) == (*mine, peer)
 

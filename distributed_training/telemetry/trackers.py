@@ -129,7 +129,7 @@ def wandb(given: Mapping[str, Any]) -> Write:
     """Return a writer for a new W&B run in the miner's group. Raises any error of W&B."""
     import wandb as library
 
-    logging.getLogger("wandb").setLevel(logging.CRITICAL)  # we log what failed ourselves
+    logging.getLogger("wandb").setLevel(logging.CRITICAL)  # we log failures ourselves
     if server := os.environ.get("WANDB_BASE_URL"):
         share(server)
     options: dict[str, Any] = {

@@ -178,7 +178,7 @@ class MicroBatches:
             say(f"At most {known.most} sequences at once: more ran out of memory before")
 
     def lower(self) -> str:
-        """Make the next start use the next memory arrangement; return a line that says so."""
+        """Let the next start use the next memory arrangement; return a line about it, or advice."""
         if self.sharded.plan.is_last:
             return OUT_OF_MEMORY_ADVICE
         self.known.step_down()

@@ -1,7 +1,7 @@
 """Test that the oldest torch that ``pyproject.toml`` allows trains like the installed one.
 
 The state that FSDP2 keeps between two steps is private and changes between versions of torch. So
-the tests of training run once more here, in an environment with the oldest torch.
+this file runs the training tests once more, in an environment with the oldest torch.
 """
 
 from __future__ import annotations

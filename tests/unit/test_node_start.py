@@ -102,7 +102,7 @@ def test_no_run_folder_is_made_in_the_place_of_a_mount_that_is_late(tmp_path: Pa
     with pytest.raises(ConfigError, match=f"since {tmp_path}/data does not exist.*mkdir -p"):
         make_run_folder(config)
     assert not (tmp_path / "data").exists()
-    (tmp_path / "data").mkdir()  # it is mounted, and new
+    (tmp_path / "data").mkdir()  # the disk is mounted now, and empty
     assert make_run_folder(config) == tmp_path / "data" / "miner"
     curves = named(tmp_path / "run", "--neuron.tensorboard_dir", str(tmp_path / "cache" / "curves"))
     with pytest.raises(ConfigError, match=r"--neuron\.tensorboard_dir"):

@@ -79,7 +79,7 @@ class Ledger:
 
 @dataclass
 class Network:
-    """The validator, and the store with the files that were sent to it."""
+    """The validator, and the store that holds the files sent to it."""
 
     weights: list[list[Tensor]]
     serial: int = 1

@@ -268,7 +268,7 @@ def test_which_uploads_are_merged_and_how_they_are_clipped(
         (found((1, 1), (1, 1), (1000, 1), (1000, 1)), 4.0),
         # An upload that is carried over does not count, and one that gains more counts once.
         (found(*[(1, 1)] * 4, (1, 0.1), (1, -1), (1, 9)), 5.0),
-        # Too few help, and all are merged.
+        # Too few uploads help, so all of them are merged.
         (found((1, 1), (1, 0), (1, 0)), 3.0),
     ],
 )
