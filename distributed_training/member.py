@@ -400,7 +400,7 @@ class Net(RankLoop):
         atexit.unregister(self._leave)
         if not self._closed:
             self._closed = self._ended = True
-            if self._controller is not None and not self._weights.steps.step_count:
+            if self._controller is not None and not self._counted:
                 log.warning(
                     "net.step() was never called after an optimizer's step, so none of this "
                     "training reached the network: call it after each optimizer.step()"

@@ -389,6 +389,7 @@ def test_a_step_that_is_called_twice_or_never_is_named(
     script.net.close()
     assert [event["inner_step"] for event in script.events("step")] == [1, 2, 4]
     never = Script(script.world)
+    train_step(never.model, never.optimizer, 1)
     with caplog.at_level(logging.WARNING):
         never.net.close()
     assert "net.step() was never called" in caplog.text
