@@ -277,13 +277,13 @@ def _register(config: Config, undo: ExitStack) -> tuple[int | None, bool]:
         with suppress(OSError, ValueError):
             owner = user.read_text()
         if not (is_new or named or there or owner == here):
-            who, other = "no member of this network", "another"
+            who, other = "no member of this network", ""
             if uid is not None:  # if two miners share a hotkey, only one counts at each close
-                who, other = f"uid {uid} of this network", "two, or use the folder that has it"
-                other += f" ({owner})" if owner else ""
+                who = f"uid {uid} of this network"
+                other = f", or use the folder that has it{owner and f' ({owner})'}"
             raise ConfigError(
-                f"the hotkey {path} exists already and is {who}, {_NOTHING}: set --wallet.name "
-                f"{other}, or name this one if you mean it"
+                f"the hotkey {path} exists already and is {who}, {_NOTHING}: choose another name, "
+                f"such as --wallet.name two{other}, or pass this one's name to use it"
             )
         _refuse(check_keys(config))
         admitted = uid is None
