@@ -90,7 +90,7 @@ def figures(options: argparse.Namespace) -> dict[str, Any]:
         reduce_at_last=False,
         offload_optimizer=True,
         workers=MOST_WORKERS * machine.gpus,
-        averages=exchange == "hivemind",
+        peer_process=exchange == "hivemind",
     )
     flops = _FLOPS * trained + _FROZEN_FLOPS * (count - trained)
     speed = options.speed or _MFU * machine.card.peak * gpus / flops

@@ -215,7 +215,7 @@ class Arrangement:
     loss_chunk: int = LOSS_CHUNK
     moments: float = 2  # tensors that the inner optimizer keeps per parameter, on average
     workers: int = 0  # data workers of all ranks together
-    averages: bool = False  # over hivemind, in a peer process
+    peer_process: bool = False  # one that averages over hivemind
 
 
 # Fraction of the device's memory to use; the rest is for the allocator and other libraries.
@@ -300,7 +300,7 @@ def host_memory(shape: ModelShape, how: Arrangement) -> int:
         pinned = sum(how.world_size * 4 * 2 ** (size - 1).bit_length() for size in sizes)
         moments = how.moments * (pinned if how.cuda else 4 * n)
     passing = (8 + 4 * how.moments) * n
-    kept = (12 + 8 * how.averages) * n
+    kept = (12 + 8 * how.peer_process) * n
     return round(kept + moments + passing + on_device) + how.workers * WORKER_BYTES
 
 

@@ -224,7 +224,7 @@ def check_memory(examination: Examination) -> Iterator[Check]:
         loss_chunk=loss_chunk(gpu),
         moments=count_moments(config.training, shape),
         workers=examination.ranks,
-        averages=config.averages,
+        peer_process=config.averages,
     )
     has = {kind: there for kind, there in (("gpu", gpu), ("host", host_bytes())) if there}
     ways = [

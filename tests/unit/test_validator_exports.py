@@ -216,7 +216,7 @@ def test_a_command_that_cannot_run_is_refused_at_the_start(flags: list[str], wor
     assert len(found) == bool(words) and all(words in line and "\n" not in line for line in found)
 
 
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(900)
 def test_a_validators_own_model_is_exported_and_looked_at(tmp_path: Path) -> None:
     """The real program exports the model from the run folder after a real round."""
     look = tmp_path / "look.py"
@@ -232,7 +232,7 @@ def test_a_validators_own_model_is_exported_and_looked_at(tmp_path: Path) -> Non
     )
     assert world.round().outer_step == 1
     wait_for(
-        lambda: bool(world.events.of("export")), "the export", 390, every=0.5
+        lambda: bool(world.events.of("export")), "the export", 840, every=0.5
     )  # it takes long, because its programs have a low priority
     (event,) = world.events.of("export")
     assert event["ok"], event
