@@ -94,6 +94,8 @@ def figures(options: argparse.Namespace) -> dict[str, Any]:
     )
     flops = _FLOPS * trained + _FROZEN_FLOPS * (count - trained)
     speed = options.speed or _MFU * machine.card.peak * gpus / flops
+    step_seconds = training.local_batch_size_train_effective * length / speed
+    inner_steps = period / step_seconds
     tokens = options.tokens or float(TOKENS_A_PARAMETER * trained)
     growth = Growth(members, trained, rounds.codec, rounds.weights_every, rounds.keep_uploads)
     days = tokens / (members * speed) / 86400
@@ -110,9 +112,10 @@ def figures(options: argparse.Namespace) -> dict[str, Any]:
         "grace": grace,
         "fits": device <= MARGIN * machine.card.memory * 1e9,
         "in_time": upload <= grace <= period / 3,
-        "step_seconds": (seconds := training.local_batch_size_train_effective * length / speed),
-        "least_steps": (least_steps := rules.store.minimum_valid_inner_step),
-        "fast_enough": period / seconds >= least_steps,
+        "fast_enough": inner_steps >= rules.store.minimum_valid_inner_step,
+        "step_seconds": step_seconds,
+        "inner_steps": inner_steps,
+        "least_inner_steps": rules.store.minimum_valid_inner_step,
         "tokens_per_second": speed,
         "device_bytes": device,
         # All ranks read the file of a frozen base through host memory; a script loads it there.
@@ -146,9 +149,10 @@ def lines(plan: dict[str, Any], options: argparse.Namespace) -> Iterator[tuple[s
     yield "GPU memory", f"at least {plan['device_bytes'] / 1e9:.0f} of {card.memory:g} GB{fits}"
     host, disk = plan["host_bytes"] / 1e9, plan["disk_bytes"] / 1e9
     yield "host memory, disk", f"{host:.0f} GB, {disk:.0f} GB and up to 10 of data on each machine"
-    steps, tokens = period / plan["step_seconds"], period * plan["tokens_per_second"]
-    slow = "" if plan["fast_enough"] else f": an upload needs {plan['least_steps']} inner steps"
-    yield "an outer step", f"{steps:,.0f} inner steps, {amount(tokens)} tokens per member{slow}"
+    steps, tokens = plan["inner_steps"], period * plan["tokens_per_second"]
+    few = f": an upload needs {plan['least_inner_steps']}; a longer --set round.period helps"
+    few = "" if plan["fast_enough"] else few
+    yield "an outer step", f"{steps:,.0f} inner steps, {amount(tokens)} tokens per member{few}"
     yield "bytes of it", f"sends {size(plan['sent'])}, receives {size(plan['received'])}"
     late = "" if plan["in_time"] else ": too late to be merged; a longer --set round.period helps"
     yield "upload", f"{plan['upload_seconds']:,.0f} s of {plan['grace']:,.0f} s grace{late}"

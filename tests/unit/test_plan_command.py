@@ -126,6 +126,10 @@ def test_host_memory_holds_each_process_its_workers_and_a_frozen_base(
         base = frozen * (found["parameters"] - found["trained"])
         each = (found["host_bytes"] - fixed - base) / found["trained"]
         assert 36 <= each <= 44, (lora, each)
+        averaging = plan(
+            capsys, *words, *(["--lora", lora] if lora else []), "--exchange", "hivemind"
+        )
+        assert averaging["host_bytes"] - found["host_bytes"] == 8 * found["trained"]
 
 
 def test_the_plan_follows_the_formulas_of_the_documents(
