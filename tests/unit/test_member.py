@@ -388,11 +388,14 @@ def test_a_step_that_is_called_twice_or_never_is_named(
     assert script.net.inner_step == 4
     script.net.close()
     assert [event["inner_step"] for event in script.events("step")] == [1, 2, 4]
-    never = Script(script.world)
-    train_step(never.model, never.optimizer, 1)
-    with caplog.at_level(logging.WARNING):
-        never.net.close()
-    assert "net.step() was never called" in caplog.text
+    for optimizer_steps in range(2):
+        caplog.clear()
+        never = Script(script.world)
+        for seed in range(optimizer_steps):
+            train_step(never.model, never.optimizer, seed)
+        with caplog.at_level(logging.WARNING):
+            never.net.close()
+        assert "net.step() was never called" in caplog.text
 
 
 def test_a_step_that_calls_that_of_its_base_counts_once() -> None:
